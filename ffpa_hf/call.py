@@ -1,0 +1,94 @@
+"""`AttentionCall`: everything about one attention call except its data.
+
+Rules, errors, documentation and `explain` all read this; it holds no tensor and asks no device twice.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from ffpa_hf.masks import MaskKind
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One call, described.
+
+    Shapes follow `[B, H, N, D]`; `rank` is the query's own. `capability` is the CUDA compute capability, None elsewhere.
+    """
+
+    batch: int
+    q_heads: int
+    kv_heads: int
+    q_len: int
+    kv_len: int
+    head_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    device_type: str = "cuda"
+    capability: tuple[int, int] | None = None
+    is_rocm: bool = False
+    device_name: str = ""
+    rank: int = 4
+    mask_kind: MaskKind = "none"
+    mask_dtype: torch.dtype | None = None
+    has_key_mask: bool = False
+    has_bias: bool = False
+    bias_dtype: torch.dtype | None = None
+    bias_needs_grad: bool = False
+    is_causal: bool = False
+    dropout_p: float = 0.0
+    softcap: float | None = None
+    has_sinks: bool = False
+    return_lse: bool = False
+    needs_grad: bool = False
+    varlen: bool = False
+
+    @property
+    def group(self) -> int:
+        """Query heads per key/value head."""
+        return self.q_heads // self.kv_heads if self.kv_heads else 1
+
+    def sdpa_expresses(self) -> str | None:
+        """None where one `F.scaled_dot_product_attention` call can give this result, else what it lacks."""
+        if self.return_lse:
+            return "the log-sum-exp"
+        if self.softcap is not None:
+            return "softcap"
+        if self.has_sinks:
+            return "sinks"
+        if self.varlen:
+            return "packed sequences"
+        bias_dtype = self.bias_dtype
+        if bias_dtype is not None and bias_dtype != self.dtype:
+            return f"a {_short(bias_dtype)} bias beside {_short(self.dtype)} inputs"
+        return None
+
+    def shape_text(self) -> str:
+        """Shapes, dtype and mask in one line, for tables and messages."""
+        heads = f"{self.q_heads}" if self.q_heads == self.kv_heads else f"{self.q_heads}:{self.kv_heads}"
+        length = f"{self.q_len}" if self.q_len == self.kv_len else f"{self.q_len}x{self.kv_len}"
+        width = f"{self.head_dim}" if self.head_dim == self.value_dim else f"{self.head_dim}/{self.value_dim}"
+        mask = "causal" if self.is_causal else self.mask_kind
+        extras = [f"dropout {self.dropout_p:g}"] if self.dropout_p else []
+        extras += [f"softcap {self.softcap:g}"] if self.softcap is not None else []
+        extras += ["sinks"] if self.has_sinks else []
+        extras += ["lse"] if self.return_lse else []
+        tail = f" {' '.join(extras)}" if extras else ""
+        return f"B{self.batch} H{heads} N{length} D{width} {_short(self.dtype)} {mask}{tail}"
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@functools.lru_cache(maxsize=64)
+def device_facts(device: torch.device) -> tuple[tuple[int, int] | None, bool, str]:
+    """(compute capability or None, is ROCm, device name) of a device; asks the driver once per device."""
+    if device.type != "cuda":
+        return None, False, device.type
+    properties = torch.cuda.get_device_properties(device)
+    return (properties.major, properties.minor), torch.version.hip is not None, properties.name

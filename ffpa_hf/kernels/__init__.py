@@ -1,0 +1,1 @@
+"""Implementations of attention, one folder per backend. Importing this imports none of them."""

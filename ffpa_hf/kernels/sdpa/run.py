@@ -1,0 +1,177 @@
+"""How the SDPA backend computes: what is handed to F.sdpa, and the chunked composite.
+
+Must not know of other backends. Differentiable throughout; `backward` recomputes for kernels that saved no graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from ffpa_hf.kernels.common import AttentionInputs
+from ffpa_hf.kernels.reference import attention
+
+#: Head dim up to which F.sdpa has a fused kernel that takes fewer key heads than query heads.
+_FUSED_GQA_HEAD_DIM = 256
+#: Score elements that the composite holds at once (fp32: 256 MiB).
+_CHUNK_ELEMENTS = 1 << 26
+
+
+def forward(inputs: AttentionInputs, *, composite: bool = False) -> tuple[Tensor, Tensor | None]:
+    """(out, lse or None). `composite` asks for the route that knows log-sum-exp, softcap, sinks and fp32 biases."""
+    if inputs.query.shape[-2] == 0 or inputs.key.shape[-2] == 0 or inputs.query.numel() == 0:
+        return _nothing_to_attend(inputs)
+    if composite:
+        return _composite(inputs)
+    return _fused(inputs), None
+
+
+def _fused(inputs: AttentionInputs) -> Tensor:
+    query, key, value = inputs.query, inputs.key, inputs.value
+    mask = dense_mask(inputs)
+    if mask is not None:
+        # Mem-efficient attention answers wrongly for expanded keys with a mask at wide head dims.
+        key, value = _materialised(key), _materialised(value)
+    grouped = inputs.group > 1
+    if grouped and (mask is not None or query.shape[-1] > _FUSED_GQA_HEAD_DIM or query.device.type != "cuda"):
+        # No fused kernel takes the group here; the one that does materialises all scores.
+        key = key.repeat_interleave(inputs.group, dim=1)
+        value = value.repeat_interleave(inputs.group, dim=1)
+        grouped = False
+    kwargs = {"enable_gqa": True} if grouped else {}
+    return F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        dropout_p=inputs.dropout_p,
+        is_causal=inputs.is_causal,
+        scale=inputs.scale,
+        **kwargs,
+    )
+
+
+def dense_mask(inputs: AttentionInputs) -> Tensor | None:
+    """The one mask tensor that F.sdpa takes, broadcastable to `[B, Hq, Nq, Nkv]`; None where there is none."""
+    keep = inputs.mask
+    if inputs.row_start is not None and inputs.row_end is not None:
+        position = torch.arange(inputs.key.shape[-2], dtype=torch.int32, device=inputs.query.device)
+        inside = ((position >= inputs.row_start[..., None]) & (position < inputs.row_end[..., None]))[:, None]
+        keep = inside if keep is None else keep & inside
+    if inputs.key_mask is not None:
+        present = inputs.key_mask[:, None, None, :]
+        keep = present if keep is None else keep & present
+    if inputs.bias is None:
+        return keep
+    if keep is None:
+        return inputs.bias
+    return torch.where(keep, inputs.bias, float("-inf"))
+
+
+def _materialised(tensor: Tensor) -> Tensor:
+    expanded = any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.contiguous() if expanded else tensor
+
+
+def _composite(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
+    query, key, value = inputs.query, inputs.key, inputs.value
+    batch, heads, q_len, _ = query.shape
+    rows_per_chunk = q_len
+    if not torch.compiler.is_compiling():
+        rows_per_chunk = max(1, _CHUNK_ELEMENTS // max(1, batch * heads * key.shape[-2]))
+    if rows_per_chunk >= q_len:
+        out, lse = _composite_rows(inputs, key, value, 0, q_len)
+        return out, lse
+    needs_grad = torch.is_grad_enabled() and any(
+        tensor is not None and tensor.requires_grad for tensor in (query, key, value, inputs.bias, inputs.sinks)
+    )
+    pieces = []
+    for begin in range(0, q_len, rows_per_chunk):
+        end = min(q_len, begin + rows_per_chunk)
+        if needs_grad:  # one chunk's scores live at a time, in backward too
+            pieces.append(checkpoint(_composite_rows, inputs, key, value, begin, end, use_reentrant=False))
+        else:
+            pieces.append(_composite_rows(inputs, key, value, begin, end))
+    return torch.cat([out for out, _ in pieces], dim=2), torch.cat([lse for _, lse in pieces], dim=2)
+
+
+def _composite_rows(inputs: AttentionInputs, key: Tensor, value: Tensor, begin: int, end: int) -> tuple[Tensor, Tensor]:
+    compute = torch.float64 if inputs.query.dtype == torch.float64 else torch.float32
+
+    def rows(tensor: Tensor | None, dim: int) -> Tensor | None:
+        if tensor is None or tensor.shape[dim] == 1:
+            return tensor
+        return tensor.narrow(dim, begin, end - begin)
+
+    query = rows(inputs.query, 2)
+    assert query is not None
+    keep = None
+    if inputs.dropout_p > 0:
+        shape = (*query.shape[:3], key.shape[2])
+        keep = torch.rand(shape, device=query.device, dtype=torch.float32) >= inputs.dropout_p
+    row_start, row_end = inputs.row_start, inputs.row_end
+    out, lse = attention(
+        query.to(compute),
+        key.to(compute),
+        value.to(compute),
+        scale=inputs.scale,
+        is_causal=inputs.is_causal,
+        mask=rows(inputs.mask, 2),
+        bias=rows(inputs.bias, 2),
+        row_start=None if row_start is None else row_start[:, begin:end],
+        row_end=None if row_end is None else row_end[:, begin:end],
+        key_mask=inputs.key_mask,
+        sinks=inputs.sinks,
+        softcap=inputs.softcap,
+        keep=keep,
+        dropout_p=inputs.dropout_p,
+        first_row=begin,
+    )
+    return out.to(inputs.query.dtype), lse if compute == torch.float64 else lse.to(torch.float32)
+
+
+def _nothing_to_attend(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
+    """Zeros (and the sink, or -inf) for calls without rows or without keys, still connected to the inputs' graph."""
+    query, key, value, sinks = inputs.query, inputs.key, inputs.value, inputs.sinks
+    link = query[..., :0].sum() + key[..., :0].sum() + value[..., :0].sum()
+    if inputs.bias is not None:
+        link = link + inputs.bias[..., :0].sum().to(link.dtype)
+    out = query.new_zeros(*query.shape[:-1], value.shape[-1]) + link
+    lse = torch.full(query.shape[:-1], -torch.inf, dtype=torch.float32, device=query.device)
+    if sinks is not None:
+        lse = sinks.to(torch.float32)[None, :, None].expand(lse.shape).clone()
+    return out, lse + link.to(torch.float32)
+
+
+def backward(
+    inputs: AttentionInputs,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    needs: Sequence[bool],
+) -> tuple[Tensor | None, ...]:
+    """Gradients by running forward again with a graph: (dq, dk, dv, dbias, dsinks), None where not needed.
+
+    Serves kernels that were asked for an SDPA backward. Dropout is refused by the planner: torch draws other numbers.
+    """
+    names = ("query", "key", "value", "bias", "sinks")
+    leaves = {
+        name: getattr(inputs, name).detach().requires_grad_(True)
+        for name, needed in zip(names, needs, strict=True)
+        if needed
+    }
+    fields = {name: getattr(inputs, name) for name in inputs.__dataclass_fields__} | leaves
+    composite = grad_lse is not None or inputs.softcap is not None or inputs.sinks is not None
+    composite = composite or (inputs.bias is not None and inputs.bias.dtype != inputs.query.dtype)
+    with torch.enable_grad():
+        out, lse = forward(AttentionInputs(**fields), composite=composite)
+        outputs, grads = [out], [grad_out]
+        if grad_lse is not None and lse is not None:
+            outputs.append(lse)
+            grads.append(grad_lse.to(lse.dtype))
+        found = torch.autograd.grad(outputs, list(leaves.values()), grads, allow_unused=True)
+    by_name = dict(zip(leaves, found, strict=True))
+    return tuple(by_name.get(name) for name in names)

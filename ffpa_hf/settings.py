@@ -1,0 +1,107 @@
+"""Every environment variable the library reads, in one table.
+
+Read once at import into one frozen object; tests replace it with `override`. Knows nothing of torch or of kernels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+
+_TRUE = {"1", "true", "yes", "on"}
+_FALSE = {"0", "false", "no", "off", ""}
+
+
+def _flag(name: str, text: str) -> bool:
+    value = text.strip().lower()
+    if value in _TRUE:
+        return True
+    if value in _FALSE:
+        return False
+    raise ValueError(f"{name}={text!r} is not a switch: use 1 or 0.")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the environment asked for. One field per variable of `VARIABLES`."""
+
+    cuda_allow_small_d: bool = True
+    triton_allow_small_d: bool = True
+    cute_allow_small_d: bool = True
+    force_no_sdpa_fallback: bool = False
+    allow_unqualified: bool = False
+    default_backend: str | None = None
+    log: str = "warning"
+    cache_dir: str | None = None
+    triton_interpret: bool = False
+
+
+#: (environment variable, field of `Settings`, what it does)
+VARIABLES: tuple[tuple[str, str, str], ...] = (
+    ("FFPA_CUDA_ALLOW_SMALL_D", "cuda_allow_small_d", "0: an explicit CUDA backend leaves head dims up to 256 to SDPA"),
+    (
+        "FFPA_TRITON_ALLOW_SMALL_D",
+        "triton_allow_small_d",
+        "0: an explicit Triton backend leaves head dims up to 256 to SDPA",
+    ),
+    (
+        "FFPA_CUTE_ALLOW_SMALL_D",
+        "cute_allow_small_d",
+        "0: an explicit CuTe-DSL backend leaves head dims up to 256 to SDPA",
+    ),
+    (
+        "FFPA_FORCE_NO_SDPA_FALLBACK",
+        "force_no_sdpa_fallback",
+        "1: kernels run whenever they can at all, else an error; never SDPA (tests)",
+    ),
+    ("FFPA_ALLOW_UNQUALIFIED", "allow_unqualified", "1: run kernels that never ran on this kind of GPU"),
+    ("FFPA_DEFAULT_BACKEND", "default_backend", "a backend that auto tries first, where it can serve the call"),
+    ("FFPA_LOG", "log", "error: no fallback warnings; warning (default); debug: every plan is printed"),
+    ("FFPA_CACHE_DIR", "cache_dir", "where compiled kernels, tuned tables and self-test verdicts are kept"),
+    ("TRITON_INTERPRET", "triton_interpret", "1: Triton kernels run on the CPU in Triton's interpreter (tests)"),
+)
+
+
+def from_environment(environ: Mapping[str, str] = os.environ) -> Settings:
+    """Parse `environ`; raises ValueError naming the variable, the value and what is allowed."""
+    types = {field.name: field.type for field in fields(Settings)}
+    values: dict[str, bool | str | None] = {}
+    for variable, field, _ in VARIABLES:
+        if variable not in environ:
+            continue
+        text = environ[variable]
+        values[field] = _flag(variable, text) if types[field] == "bool" else (text.strip() or None)
+    log = values.get("log", "warning") or "warning"
+    if log not in ("error", "warning", "debug"):
+        raise ValueError(f"FFPA_LOG={log!r} is not a level: use error, warning or debug.")
+    values["log"] = log
+    return Settings(**values)  # type: ignore[arg-type]
+
+
+_process_settings = from_environment()
+_override: contextvars.ContextVar[Settings | None] = contextvars.ContextVar("ffpa_settings", default=None)
+_overridden = 0
+
+
+def current() -> Settings:
+    """The settings in force."""
+    if _overridden:  # the context variable is only asked inside `override`, which keeps the common path traceable
+        return _override.get() or _process_settings
+    return _process_settings
+
+
+@contextlib.contextmanager
+def override(**changes: object) -> Iterator[Settings]:
+    """Replace some fields inside a `with` block; for tests and tools."""
+    global _overridden
+    changed = replace(current(), **changes)  # type: ignore[arg-type]
+    token = _override.set(changed)
+    _overridden += 1
+    try:
+        yield changed
+    finally:
+        _overridden -= 1
+        _override.reset(token)
