@@ -9,6 +9,17 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 
+def _one_of(field: str, value: object, allowed: tuple[str, ...], config: object) -> None:
+    if value not in allowed:
+        choices = ", ".join(map(repr, allowed))
+        raise ValueError(f"{type(config).__name__}: {field}={value!r} is not allowed; use one of {choices}.")
+
+
+def _positive(field: str, value: int, config: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{type(config).__name__}: {field}={value!r} is not allowed; use a whole number from 1 up.")
+
+
 @dataclass(frozen=True)
 class SDPABackend:
     """`torch.nn.functional.scaled_dot_product_attention`, and plain torch for what that cannot express."""
@@ -119,14 +130,3 @@ def resolve_backend(backend: Backend | str | None, argument: str = "backend") ->
         f"{argument} must be None, a backend name or a backend config, not {type(backend).__name__}; "
         f"for instance {argument}='triton' or {argument}=TritonBackend()."
     )
-
-
-def _one_of(field: str, value: object, allowed: tuple[str, ...], config: object) -> None:
-    if value not in allowed:
-        choices = ", ".join(map(repr, allowed))
-        raise ValueError(f"{type(config).__name__}: {field}={value!r} is not allowed; use one of {choices}.")
-
-
-def _positive(field: str, value: int, config: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{type(config).__name__}: {field}={value!r} is not allowed; use a whole number from 1 up.")

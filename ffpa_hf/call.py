@@ -85,10 +85,16 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-@functools.lru_cache(maxsize=64)
 def device_facts(device: torch.device) -> tuple[tuple[int, int] | None, bool, str]:
     """(compute capability or None, is ROCm, device name) of a device; asks the driver once per device."""
     if device.type != "cuda":
         return None, False, device.type
+    return _cuda_facts(device) if torch.compiler.is_compiling() else _cached_cuda_facts(device)
+
+
+def _cuda_facts(device: torch.device) -> tuple[tuple[int, int] | None, bool, str]:
     properties = torch.cuda.get_device_properties(device)
     return (properties.major, properties.minor), torch.version.hip is not None, properties.name
+
+
+_cached_cuda_facts = functools.lru_cache(maxsize=64)(_cuda_facts)

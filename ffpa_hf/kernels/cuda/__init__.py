@@ -9,7 +9,7 @@ from ffpa_hf.kernels.common import Answer, Capability, refusal, refuse
 CAPABILITY = Capability(
     backend="cuda",
     dtypes=(torch.float16, torch.bfloat16),
-    dropout=False,
+    dropout=True,
 )
 
 

@@ -9,7 +9,10 @@ from ffpa_hf.kernels.common import Answer, Capability, refusal, refuse
 CAPABILITY = Capability(
     backend="cute",
     dtypes=(torch.float16, torch.bfloat16),
-    dropout=False,
+    masks=("none", "bool", "intervals"),
+    bias=False,
+    softcap=True,
+    sinks=True,
 )
 
 

@@ -1,0 +1,129 @@
+"""What a benchmark leaves behind: rows, the file they are kept in, and the table that is printed.
+
+Knows nothing of how a number was measured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import importlib.metadata
+import json
+import platform
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ffpa_hf.kernels.tuning.store import slug, write_json
+
+#: Distributions whose versions a result names, where installed.
+_DISTRIBUTIONS = ("triton", "ffpa-attn", "flash-attn-4", "fa3-fwd", "nvidia-cutlass-dsl", "transformers", "diffusers")
+
+
+@dataclass
+class Row:
+    """One provider on one case and direction. Fields that were not measured are None; `note` says why."""
+
+    case: str
+    direction: str
+    provider: str
+    ms: float | None = None
+    tflops: float | None = None
+    relative_error: float | None = None
+    speedup_vs_sdpa: float | None = None
+    peak_gb: float | None = None
+    tokens_per_s: float | None = None
+    attention_ms: float | None = None
+    note: str = ""
+
+
+@dataclass
+class Results:
+    """Everything one run measured. date: ISO, UTC. matmul_tflops and copy_tb_s: what this device reaches in plain
+    matrix products and copies (bytes read plus written), the ceilings to read the rows against."""
+
+    device: str
+    date: str
+    command: str
+    versions: dict[str, str]
+    matmul_tflops: float | None = None
+    copy_tb_s: float | None = None
+    rows: list[Row] = field(default_factory=list)
+
+    def write(self, path: Path) -> None:
+        """Replace the file at `path` in one step."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, asdict(self))
+
+
+def load(path: Path) -> Results:
+    """Read a results file; raises ValueError naming what is missing or unknown."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        rows = [Row(**row) for row in content.pop("rows")]
+        return Results(rows=rows, **content)
+    except (TypeError, KeyError) as error:
+        raise ValueError(f"{path} is no results file: {error}") from None
+
+
+def file_name(results: Results, name: str) -> str:
+    """`<date>-<gpu>-<name>.json`."""
+    return f"{results.date[:10]}-{slug(results.device).removeprefix('nvidia-')}-{slug(name)}.json"
+
+
+def now() -> str:
+    """The time, ISO 8601, UTC, to the second."""
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+
+
+def versions() -> dict[str, str]:
+    """Versions of everything a number can depend on."""
+    import torch
+
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+    if torch.version.hip:
+        found["hip"] = torch.version.hip
+    if torch.backends.cudnn.is_available():
+        found["cudnn"] = str(torch.backends.cudnn.version())
+    for name in ("ffpa_hf", *_DISTRIBUTIONS):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def table(results: Results) -> Any:
+    """The rows as a rich table, one block per case and direction."""
+    from rich.table import Table
+
+    view = Table(title=f"{results.device}, {results.date}", title_justify="left", expand=False)
+    view.add_column("case")
+    view.add_column("dir")
+    view.add_column("provider")
+    for heading in ("ms", "TFLOP/s", "x sdpa", "error", "GB"):
+        view.add_column(heading, justify="right")
+    view.add_column("note", overflow="fold")
+    previous = None
+    for row in results.rows:
+        block = (row.case, row.direction)
+        if previous is not None and block != previous:
+            view.add_section()
+        first = block != previous
+        previous = block
+        view.add_row(
+            row.case if first else "",
+            row.direction if first else "",
+            row.provider,
+            _number(row.ms, "{:.3f}"),
+            _number(row.tflops, "{:.1f}"),
+            _number(row.speedup_vs_sdpa, "{:.2f}"),
+            _number(row.relative_error, "{:.2e}"),
+            _number(row.peak_gb, "{:.2f}"),
+            row.note,
+        )
+    return view
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else form.format(value)

@@ -1,0 +1,105 @@
+"""enable, disable and the import hooks: hands a model or a pipeline to the library it belongs to.
+
+Imports neither transformers nor diffusers; the hooks run when those load. Everything here can be undone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import wrapt
+
+from ffpa_hf.backends import Backend
+from ffpa_hf.dispatch import Route
+
+#: Library -> the module of it whose loading means that its registries exist.
+_TRIGGERS = {
+    "transformers": "transformers.modeling_utils",
+    "diffusers": "diffusers.models.attention_processor",
+}
+_hooked: set[str] = set()
+_active = False
+
+
+def register() -> None:
+    """Offer "ffpa" to transformers and diffusers: now where they are loaded, else as soon as they load. Idempotent."""
+    global _active
+    _active = True
+    for library, trigger in _TRIGGERS.items():
+        if trigger in sys.modules:
+            _patch(library).register()
+        if library not in _hooked:
+            _hooked.add(library)
+            if trigger not in sys.modules:
+                wrapt.register_post_import_hook(lambda _, library=library: _on_import(library), trigger)
+
+
+def unregister() -> None:
+    """Take "ffpa" out of both libraries again; models that were enabled keep what they have."""
+    global _active
+    _active = False
+    for library, trigger in _TRIGGERS.items():
+        if trigger in sys.modules:
+            _patch(library).unregister()
+
+
+def _on_import(library: str) -> None:
+    if _active:
+        _patch(library).register()
+
+
+def _patch(library: str) -> Any:
+    return importlib.import_module(f"ffpa_hf.patches.{library}")
+
+
+def _owner(model_or_pipeline: Any) -> Any:
+    for library in ("diffusers", "transformers"):
+        if library in sys.modules:
+            patch = _patch(library)
+            if patch.owns(model_or_pipeline):
+                return patch
+    raise TypeError(
+        f"{type(model_or_pipeline).__name__} is neither a transformers model nor a diffusers model or pipeline; "
+        "call ffpa_hf.ffpa_attn_func in other modules."
+    )
+
+
+def enable(
+    model_or_pipeline: Any,
+    *,
+    backend: Backend | str | None = None,
+    forward_backend: Backend | str | None = None,
+    backward_backend: Backend | str | None = None,
+    strict: bool = False,
+    **more: Any,
+) -> Any:
+    """Let one transformers model, diffusers model or pipeline compute attention through ffpa_hf; returns it.
+
+    backend, forward_backend, backward_backend: preferences (what they cannot serve goes to the next candidate, which
+    `ffpa_hf.report` names), or explicit requests with `strict=True`. Nothing outside the given object changes.
+
+    Raises TypeError for anything else than such a model or pipeline, or for an unknown option.
+    """
+    route = Route(backend, forward_backend, backward_backend, strict)
+    _owner(model_or_pipeline).enable(model_or_pipeline, route, **more)
+    return model_or_pipeline
+
+
+def disable(model_or_pipeline: Any) -> Any:
+    """Undo `enable`: the very objects and settings that were there before; returns the model or pipeline."""
+    _owner(model_or_pipeline).disable(model_or_pipeline)
+    return model_or_pipeline
+
+
+@contextlib.contextmanager
+def enabled(model_or_pipeline: Any, **options: Any) -> Iterator[Any]:
+    """`enable` for the length of a `with` block, undone also after an exception."""
+    enable(model_or_pipeline, **options)
+    try:
+        yield model_or_pipeline
+    finally:
+        disable(model_or_pipeline)

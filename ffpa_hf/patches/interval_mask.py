@@ -1,0 +1,222 @@
+"""IntervalMask: RowIntervals inside a tensor that looks like the bool `[B, 1, Q, K]` mask it stands for.
+
+Model code may slice, move, clone or compare it; only our attention function reads the intervals. Knows torch and
+`masks` only: nothing here knows transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_any_only, tree_map_only
+
+from ffpa_hf.masks import RowIntervals
+
+aten = torch.ops.aten
+
+#: What a mask is known to be whatever its tensors hold (key_mask aside). "causal": row i sees keys 0..i of the first
+#: key on; "full": every row sees every key; "": only the tensors tell.
+KINDS = ("causal", "full", "")
+
+
+class IntervalMask(Tensor):
+    """A bool `[B, 1, Q, K]` mask held as intervals.
+
+    start, end: int32 `[B or 1, Q]`, local key positions, half open. key_mask: bool `[B or 1, K]` or None. kind: one of
+    `KINDS`. Slices, device moves, copies and expansion of the batch keep the intervals; every other operation sees the
+    dense bool mask. Adding it to scores (a bool mask is no additive mask) and writing into it raise NotImplementedError.
+    """
+
+    start: Tensor
+    end: Tensor
+    key_mask: Tensor | None
+    kind: str
+
+    __slots__ = ("start", "end", "key_mask", "kind")
+
+    @staticmethod
+    def __new__(
+        cls, start: Tensor, end: Tensor, key_mask: Tensor | None, size: tuple[int, int, int, int], kind: str = ""
+    ) -> IntervalMask:
+        _, _, rows, keys = size
+        return Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, size, strides=(rows * keys, rows * keys, keys, 1), dtype=torch.bool, device=start.device
+        )
+
+    def __init__(
+        self, start: Tensor, end: Tensor, key_mask: Tensor | None, size: tuple[int, int, int, int], kind: str = ""
+    ) -> None:
+        self.start, self.end, self.key_mask, self.kind = start, end, key_mask, kind
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    def intervals(self) -> RowIntervals:
+        """The intervals, as our attention takes them."""
+        return RowIntervals(self.start, self.end, self.key_mask)
+
+    def dense(self) -> Tensor:
+        """The plain bool tensor this stands for, contiguous `[B, 1, Q, K]`; O(N^2) memory."""
+        return self.intervals().dense(self.shape[3]).expand(self.shape).contiguous()
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        # Without this the write would reach a dense copy and be lost.
+        raise NotImplementedError(_NO_WRITES.format("mask[...] = ..."))
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        kind = f", {self.kind}" if self.kind else ""
+        holes = ", key_mask" if self.key_mask is not None else ""
+        return f"IntervalMask({tuple(self.shape)}, device={self.device}{kind}{holes})"
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return IntervalMask, (self.start, self.end, self.key_mask, tuple(self.shape), self.kind)
+
+    def __tensor_flatten__(self) -> tuple[list[str], str]:
+        names = ["start", "end"] if self.key_mask is None else ["start", "end", "key_mask"]
+        return names, self.kind
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], kind: str, size: Any, stride: Any) -> IntervalMask:
+        return IntervalMask(inner["start"], inner["end"], inner.get("key_mask"), tuple(size), kind)
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        keep = _KEEP.get(func)
+        if keep is not None:
+            kept = keep(func, *args, **kwargs)
+            if kept is not None:
+                return kept
+        _refuse(func, args, kwargs)
+        args, kwargs = tree_map_only(IntervalMask, IntervalMask.dense, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _like(self, function: Callable[[Tensor], Tensor]) -> IntervalMask:
+        key_mask = None if self.key_mask is None else function(self.key_mask)
+        return IntervalMask(function(self.start), function(self.end), key_mask, tuple(self.shape), self.kind)
+
+
+_NO_WRITES = "{} writes into an attention mask that is held as intervals; write into mask.dense() instead."
+
+
+def _refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """The operations whose dense answer would be silently wrong, or lost."""
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, IntervalMask):
+            raise NotImplementedError(_NO_WRITES.format(func))
+    if func.overloadpacket in _ADDITIONS and tree_any_only(_NUMBERS, _is_score, (args, kwargs)):
+        raise NotImplementedError(  # not TypeError: Tensor's own operators would swallow it
+            "This model adds its attention mask to the scores, but the 'ffpa' mask is a bool mask (True keeps). Its "
+            "attention does not go through transformers' attention interface: load it with "
+            "attn_implementation='eager'."
+        )
+
+
+_ADDITIONS = (aten.add, aten.sub, aten.rsub)
+_NUMBERS = (Tensor, int, float)
+
+
+def _is_score(value: Any) -> bool:
+    if isinstance(value, IntervalMask):
+        return False
+    return value.dtype.is_floating_point if isinstance(value, Tensor) else not isinstance(value, bool)
+
+
+# --- operations that keep the intervals; each returns None where it cannot ------------------------------------------
+
+
+def _map(func: Any, mask: Any, *args: Any, **kwargs: Any) -> IntervalMask | None:
+    return mask._like(lambda tensor: func(tensor, *args, **kwargs))
+
+
+def _clone(func: Any, mask: Any, *, memory_format: Any = None) -> IntervalMask | None:
+    return mask._like(torch.clone)
+
+
+def _to_copy(func: Any, mask: Any, **kwargs: Any) -> IntervalMask | None:
+    if kwargs.pop("dtype", None) not in (None, torch.bool):
+        return None
+    kwargs.pop("memory_format", None)
+    return mask._like(lambda tensor: func(tensor, **kwargs))
+
+
+def _slice(
+    func: Any, mask: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> IntervalMask | None:
+    size = list(mask.shape)
+    dim = dim % 4
+    length = size[dim]
+    begin = 0 if start is None else _clip(start, length)
+    stop = length if end is None else max(begin, _clip(end, length))
+    if step != 1 or (dim == 1 and stop - begin != 1):
+        return None
+    size[dim] = stop - begin
+    low, high, key_mask, kind = mask.start, mask.end, mask.key_mask, mask.kind
+    if dim == 0:
+        low, high = (bound[begin:stop] if bound.shape[0] != 1 else bound for bound in (low, high))
+        if key_mask is not None and key_mask.shape[0] != 1:
+            key_mask = key_mask[begin:stop]
+        if size[0] == 0 or length == 0:
+            return None
+    elif dim == 2:
+        low, high = low[:, begin:stop], high[:, begin:stop]
+        if kind == "causal" and begin != 0:
+            kind = ""
+    elif dim == 3:
+        low, high = (low - begin).clamp(min=0), (high - begin).clamp(max=stop - begin)
+        key_mask = None if key_mask is None else key_mask[:, begin:stop]
+        if kind == "causal" and begin != 0:
+            kind = ""
+    return IntervalMask(low, high, key_mask, tuple(size), kind)
+
+
+def _clip(position: int, length: int) -> int:
+    return min(max(position + length if position < 0 else position, 0), length)
+
+
+def _expand(func: Any, mask: Any, size: Any, *, implicit: bool = False) -> IntervalMask | None:
+    if len(size) != 4:
+        return None
+    wanted = tuple(old if new == -1 else new for old, new in zip(mask.shape, size, strict=True))
+    if wanted[1:] != tuple(mask.shape[1:]):
+        return None
+    return IntervalMask(mask.start, mask.end, mask.key_mask, wanted, mask.kind)
+
+
+def _same_view(func: Any, mask: Any, size: Any) -> IntervalMask | None:
+    return mask._like(lambda tensor: tensor) if tuple(size) == tuple(mask.shape) else None
+
+
+def _copy_(func: Any, target: Any, source: Any, non_blocking: bool = False) -> IntervalMask | None:
+    if not (isinstance(target, IntervalMask) and isinstance(source, IntervalMask)):
+        return None
+    if target.shape != source.shape or target.kind != source.kind or (target.key_mask is None) != (
+        source.key_mask is None
+    ):
+        return None
+    pairs = [(target.start, source.start), (target.end, source.end), (target.key_mask, source.key_mask)]
+    if any(new is not None and new.shape != old.shape for old, new in pairs):
+        return None
+    for old, new in pairs:
+        if new is not None:
+            old.copy_(new, non_blocking)
+    return target
+
+
+_KEEP: dict[Any, Callable[..., IntervalMask | None]] = {
+    aten.alias.default: _map,
+    aten.detach.default: _map,
+    aten.lift_fresh.default: _map,
+    aten._pin_memory.default: _map,
+    aten.clone.default: _clone,
+    aten._to_copy.default: _to_copy,
+    aten.slice.Tensor: _slice,
+    aten.expand.default: _expand,
+    aten.view.default: _same_view,
+    aten._unsafe_view.default: _same_view,
+    aten.copy_.default: _copy_,
+}

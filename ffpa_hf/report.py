@@ -1,0 +1,118 @@
+"""What ran where: counters of attention calls, per module and since import.
+
+Counts plans, never tensors; adds nothing under torch.compile. Knows neither transformers nor diffusers.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch.nn import Module
+
+if TYPE_CHECKING:
+    from ffpa_hf.dispatch import Plan
+
+
+@dataclass(frozen=True)
+class CallSite:
+    """Calls of one module that were served alike."""
+
+    module_name: str
+    module_class: str
+    shape: str
+    backend: str
+    backward: str
+    reason: str
+    calls: int
+
+
+class Report:
+    """Rows of `CallSite`; `str()` is a table."""
+
+    def __init__(self, rows: list[CallSite]) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[CallSite]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def backends(self) -> dict[str, int]:
+        """Calls per backend name."""
+        total: dict[str, int] = {}
+        for row in self.rows:
+            total[row.backend] = total.get(row.backend, 0) + row.calls
+        return total
+
+    def __str__(self) -> str:
+        if not self.rows:
+            return "No attention call was counted."
+        head = ("module", "class", "calls", "served by", "backward", "shapes", "why")
+        lines = [
+            (row.module_name or "-", row.module_class, str(row.calls), row.backend, row.backward, row.shape, row.reason)
+            for row in self.rows
+        ]
+        widths = [max(len(line[column]) for line in (head, *lines)) for column in range(len(head))]
+        return "\n".join(
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+            for line in (head, *lines)
+        )
+
+
+_Key = tuple[str, str, str, str]  # shape, backend, backward, reason
+_by_module: weakref.WeakKeyDictionary[Module, dict[_Key, int]] = weakref.WeakKeyDictionary()
+_not_accelerated: weakref.WeakKeyDictionary[Module, str] = weakref.WeakKeyDictionary()
+_total: dict[_Key, int] = {}
+
+
+def record(plan: Plan, site: Module | None = None) -> None:
+    """Count one call that `plan` decided; `site` is the module it was made for."""
+    key = (plan.call.shape_text(), plan.forward, plan.backward or "none", plan.reason)
+    _total[key] = _total.get(key, 0) + 1
+    if site is not None:
+        counts = _by_module.setdefault(site, {})
+        counts[key] = counts.get(key, 0) + 1
+
+
+def not_accelerated(module: Module, reason: str) -> None:
+    """Note that a module computes attention which ffpa_hf leaves alone, and why."""
+    _not_accelerated[module] = reason
+
+
+def reset() -> None:
+    """Forget everything counted."""
+    _by_module.clear()
+    _not_accelerated.clear()
+    _total.clear()
+
+
+def report(model_or_pipeline: Any = None) -> Report:
+    """Which backend served which module's attention, and why.
+
+    model_or_pipeline: a torch module, or a diffusers pipeline (its components are walked). None: everything counted
+    since import, without modules.
+    """
+    if model_or_pipeline is None:
+        return Report([CallSite("", "", *key, calls) for key, calls in _total.items()])
+    rows = []
+    for prefix, module in _modules(model_or_pipeline):
+        for name, child in module.named_modules():
+            full = ".".join(part for part in (prefix, name) if part)
+            for key, calls in _by_module.get(child, {}).items():
+                rows.append(CallSite(full, type(child).__name__, *key, calls))
+            if child in _not_accelerated:
+                rows.append(CallSite(full, type(child).__name__, "", "native", "native", _not_accelerated[child], 0))
+    return Report(rows)
+
+
+def _modules(owner: Any) -> list[tuple[str, Module]]:
+    if isinstance(owner, Module):
+        return [("", owner)]
+    components = getattr(owner, "components", None)
+    if isinstance(components, dict):
+        return [(name, part) for name, part in components.items() if isinstance(part, Module)]
+    raise TypeError(f"report takes a torch module or a diffusers pipeline, not {type(owner).__name__}.")

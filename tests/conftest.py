@@ -1,0 +1,65 @@
+"""Shared fixtures. Without a GPU the Triton kernels run in Triton's interpreter, so every machine runs every test."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+HAS_GPU = torch.cuda.is_available()
+if not HAS_GPU:  # must be decided before Triton is imported anywhere
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import pytest  # noqa: E402
+
+from ffpa_hf import settings  # noqa: E402
+from ffpa_hf.functional import _warned  # noqa: E402
+from ffpa_hf.report import reset  # noqa: E402
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu: needs a CUDA GPU; deselected where there is none")
+    config.addinivalue_line("markers", "slow: a large grid, run by `make test-slow`")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if HAS_GPU:
+        return
+    gone = [item for item in items if item.get_closest_marker("gpu")]
+    if gone:
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+        config.hook.pytest_deselected(items=gone)
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """Where kernels are tested: the GPU, or the CPU through the interpreter."""
+    return torch.device("cuda" if HAS_GPU else "cpu")
+
+
+@pytest.fixture(scope="session")
+def kernel_dtype() -> torch.dtype:
+    """A dtype in which kernels are right on `device`: the interpreter multiplies bf16 wrongly."""
+    return torch.bfloat16 if HAS_GPU else torch.float16
+
+
+@pytest.fixture
+def forced():
+    """Kernels run whatever the size; SDPA never stands in for them."""
+    with settings.override(force_no_sdpa_fallback=True):
+        yield
+
+
+@pytest.fixture
+def no_interpreter():
+    """As on a machine without a GPU where nobody asked for the interpreter."""
+    with settings.override(triton_interpret=False):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _fresh_state():
+    """Each test sees its own warnings and counters, and the same random numbers."""
+    torch.manual_seed(0)
+    _warned.clear()
+    reset()
