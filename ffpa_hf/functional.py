@@ -14,13 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ffpa_hf import ops, report, settings
+from ffpa_hf import ops, settings
 from ffpa_hf.backends import Backend
 from ffpa_hf.call import AttentionCall, device_facts
 from ffpa_hf.dispatch import FallbackWarning, Plan, Route, plan
 from ffpa_hf.kernels.common import AttentionInputs
 from ffpa_hf.kernels.sdpa import run as sdpa
 from ffpa_hf.masks import CanonicalMask, RowIntervals, canonical_mask
+from ffpa_hf.report import record
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -207,7 +208,7 @@ def attend(
     if made.error is not None:
         raise type(made.error)(*made.error.args)
     if not torch.compiler.is_compiling():
-        report.record(made, site)
+        record(made, site)
         if made.fallback is not None:
             _warn_once(*made.fallback)
     out, lse = _run(prepared, made)
