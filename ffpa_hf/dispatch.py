@@ -51,7 +51,9 @@ class Route:
         for name in ("backend", "forward_backend", "backward_backend"):
             object.__setattr__(self, name, resolve_backend(getattr(self, name), name))
         if isinstance(self.backward_backend, CUDABackend):
-            raise ValueError("backward_backend='cuda': the CUDA backend has no backward; use 'triton', 'cute' or 'sdpa'.")
+            raise ValueError(
+                "backward_backend='cuda': the CUDA backend has no backward; use 'triton', 'cute' or 'sdpa'."
+            )
 
 
 class Candidate(NamedTuple):

@@ -16,7 +16,9 @@ from torch import Tensor
 from ffpa_hf.backends import Backend, CUDABackend, CuTeDSLBackend, SDPABackend, TritonBackend
 from ffpa_hf.kernels.common import AttentionInputs, aligned
 
-_CONFIGS: dict[str, type] = {config.name: config for config in (SDPABackend, TritonBackend, CUDABackend, CuTeDSLBackend)}
+_CONFIGS: dict[str, type] = {
+    config.name: config for config in (SDPABackend, TritonBackend, CUDABackend, CuTeDSLBackend)
+}
 
 #: Canonical inputs of a call, in schema order: what `AttentionInputs` holds.
 _INPUTS = (

@@ -66,7 +66,9 @@ def refuse(rule: str, kind: str, error: type[Exception], template: str, *values:
     return Refused(text, kind, error, rule)  # type: ignore[arg-type]
 
 
-def refusal(can: Capability, call: AttentionCall, *, interpreter: bool = False, backward: bool = False) -> Refused | None:
+def refusal(
+    can: Capability, call: AttentionCall, *, interpreter: bool = False, backward: bool = False
+) -> Refused | None:
     """The first rule of the contract that keeps a backend from a call, None where it can serve it.
 
     Errors in the arguments come first and never depend on size or device; fallbacks follow.
