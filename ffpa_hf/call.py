@@ -17,7 +17,7 @@ from ffpa_hf.masks import MaskKind
 class AttentionCall:
     """One call, described.
 
-    Shapes follow `[B, H, N, D]`; `rank` is the query's own. `capability` is the CUDA compute capability, None elsewhere.
+    Shapes follow `[B, H, N, D]`; `rank` is the query's own. `capability` is CUDA's compute capability, None elsewhere.
     """
 
     batch: int

@@ -157,8 +157,9 @@ def forget_plans() -> None:
 
 
 def _plan(call: AttentionCall, route: Route) -> Plan:
-    forward = route.forward_backend or route.backend
-    backward = route.backward_backend or (route.backend if _has_backward(route.backend) else None)
+    both = resolve_backend(route.backend)
+    forward = resolve_backend(route.forward_backend, "forward_backend") or both
+    backward = resolve_backend(route.backward_backend, "backward_backend") or (both if _has_backward(both) else None)
     explicit = route.strict and forward is not None
     impossible = _impossible_pair(forward, backward, call)
     if impossible is not None and (route.strict or forward is not None and forward.name == "sdpa"):
@@ -336,7 +337,7 @@ def _backward(
             return None, str(impossible), impossible
     if isinstance(forward, CUDABackend):
         if forward.quantised:
-            problem = ValueError(
+            problem: Exception = ValueError(
                 "A gradient is needed and the quantised CUDA forward has none by default; ask for one in the input "
                 "dtype with backward_backend='triton', or run under torch.no_grad()."
             )

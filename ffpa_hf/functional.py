@@ -51,21 +51,21 @@ def ffpa_attn_func(
         key, value: `[B, Hkv, Nkv, D]`, `[B, Hkv, Nkv, Dv]`. Batch and heads broadcast where they are 1; other unequal
             heads need `enable_gqa=True` and Hq a multiple of Hkv.
         attn_mask: None; bool (True keeps) or floating (added to the scores), broadcastable to `[B, Hq, Nq, Nkv]`; a
-            `RowIntervals`; or one of torch's CausalBias objects. A floating mask has a gradient and is never cast down: it
-            has query's dtype or float32.
+            `RowIntervals`; or one of torch's CausalBias objects. A floating mask has a gradient and is never cast down:
+            it has query's dtype or float32.
         dropout_p: probability of dropping an attention weight, 0 <= p < 1.
         is_causal: row i sees keys 0..i (top-left aligned, whatever the lengths). Excludes `attn_mask`.
         scale: factor of the scores; None means 1 / sqrt(D), 0.0 means zero.
         enable_gqa: query heads share key/value heads in equal groups.
-        backend: None (or "auto") lets the planner choose; a name or a config is an explicit request for both directions.
+        backend: None (or "auto") lets the planner choose; a name or a config is an explicit request, both directions.
         forward_backend, backward_backend: explicit requests for one direction; they win over `backend`.
         softcap: scores become `softcap * tanh(scores / softcap)` before the mask; > 0 or None.
         sinks: `[Hq]`, one extra logit per head that takes part in the softmax and has no value.
         return_lse: also return the log-sum-exp.
 
     Returns:
-        out `[B, Hq, Nq, Dv]` in query's dtype and memory order; with `return_lse` also lse `[B, Hq, Nq]`, float32, natural
-        logarithm, sink included, differentiable. A row that sees no key gives zeros, lse -inf and zero gradients.
+        out `[B, Hq, Nq, Dv]` in query's dtype and memory order; with `return_lse` also lse `[B, Hq, Nq]`, float32,
+        natural logarithm, sink included, differentiable. A row that sees no key gives zeros, lse -inf, zero gradients.
 
     Raises:
         TypeError, ValueError, NotImplementedError: an argument is wrong, or the requested backend cannot honour it; the

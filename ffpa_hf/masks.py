@@ -22,8 +22,8 @@ class RowIntervals:
     """A mask in O(N) memory: each query row sees one run of keys.
 
     start, end: int32 `[B or 1, Nq]`, the half-open range of keys that a row may see; a row with end <= start sees none.
-    Ranges reaching outside `[0, Nkv)` are clipped. key_mask: bool `[B or 1, Nkv]`, True for keys that exist (padding and
-    holes are False). bias: float, added to the scaled scores, broadcastable to `[B, Hq, Nq, Nkv]`; it has a gradient.
+    Ranges reaching outside `[0, Nkv)` are clipped. key_mask: bool `[B or 1, Nkv]`, True for keys that exist (padding
+    and holes are False). bias: float, added to the scaled scores, broadcastable to `[B, Hq, Nq, Nkv]`; has a gradient.
 
     Raises TypeError or ValueError for tensors of another dtype, rank or device.
     """
@@ -43,7 +43,7 @@ class RowIntervals:
                 raise ValueError(f"RowIntervals: {name} must have shape [B or 1, Nq], not {tuple(bound.shape)}.")
         if self.start.shape[1] != self.end.shape[1] or not _broadcasts(self.start.shape[0], self.end.shape[0]):
             raise ValueError(
-                f"RowIntervals: start {tuple(self.start.shape)} and end {tuple(self.end.shape)} describe different rows."
+                f"RowIntervals: start {tuple(self.start.shape)} and end {tuple(self.end.shape)} differ in rows."
             )
         if self.key_mask is not None:
             if self.key_mask.dtype != torch.bool:
@@ -124,7 +124,7 @@ class RowIntervals:
     ) -> RowIntervals:
         """Documents laid end to end in one row: each sees itself only.
 
-        cu_seqlens_q, cu_seqlens_k: integer `[documents + 1]`, cumulative lengths starting at 0. q_len: packed query rows.
+        cu_seqlens_q, cu_seqlens_k: integer `[documents + 1]`, cumulative lengths from 0. q_len: packed query rows.
         causal and window (left, right; -1 is unbounded) are aligned to the bottom right of each document, as flash_attn
         defines them. Rows after the last document see nothing.
         """

@@ -6,6 +6,7 @@ without Triton both work. Operator names contain "flash_attn", which selective c
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 from typing import Any
@@ -46,7 +47,7 @@ _library.define(
 def encode(config: Backend) -> str:
     """A backend config as the string that operators carry: its name and the fields that differ from the defaults."""
     text = config.name
-    for field, default in _defaults(config.name):
+    for field, default in _DEFAULTS[config.name]:
         value = getattr(config, field)
         if value != default:
             text += f" {field}={value}"
@@ -57,7 +58,7 @@ def encode(config: Backend) -> str:
 def decode(text: str) -> Backend:
     """The backend config that `encode` wrote."""
     name, *assignments = text.split(" ")
-    defaults = dict(_defaults(name))
+    defaults = dict(_DEFAULTS[name])
     values: dict[str, Any] = {}
     for assignment in assignments:
         field, value = assignment.split("=", 1)
@@ -69,15 +70,9 @@ def decode(text: str) -> Backend:
     return _CONFIGS[name](**values)
 
 
-def _defaults(name: str) -> tuple[tuple[str, Any], ...]:
-    return _DEFAULTS[name]
-
-
 _DEFAULTS = {
-    name: tuple((field.name, field.default) for field in config.__dataclass_fields__.values() if field.init)
-    for name, config in _CONFIGS.items()
+    name: tuple((field.name, field.default) for field in dataclasses.fields(kind)) for name, kind in _CONFIGS.items()
 }
-_DEFAULTS = {name: tuple(pair for pair in pairs if pair[0] != "name") for name, pairs in _DEFAULTS.items()}
 
 
 def _kernel(name: str) -> Any:

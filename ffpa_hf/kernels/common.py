@@ -115,7 +115,7 @@ def refusal(
                       call.value_dim, call.head_dim, name)  # fmt: skip
     low, high = can.head_dims
     if call.head_dim < low or call.head_dim > high or call.head_dim % can.head_dim_step:
-        return refuse("head dim", "fallback", ValueError, "head_dim {}: the {} backend takes multiples of {} from {} to {}",
+        return refuse("head dim", "fallback", ValueError, "head_dim {}: the {} backend takes multiples of {}, {} to {}",
                       call.head_dim, name, can.head_dim_step, low, high)  # fmt: skip
     return None
 

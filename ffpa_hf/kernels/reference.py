@@ -29,7 +29,7 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """softmax(cap(scale * Q K^T) + bias) V with masked keys left out; returns (out, log-sum-exp).
 
-    query `[B, Hq, Nq, D]`, key `[B, Hkv, Nkv, D]`, value `[B, Hkv, Nkv, Dv]`, Hq a multiple of Hkv. The remaining tensors
+    query `[B, Hq, Nq, D]`, key `[B, Hkv, Nkv, D]`, value `[B, Hkv, Nkv, Dv]`, Hq a multiple of Hkv. The other tensors
     are as in `AttentionInputs`. keep: bool `[B, Hq, Nq, Nkv]`, probabilities that dropout keeps; they are divided by
     `1 - dropout_p`. first_row: position of the first query row, for causal masking of a run of rows.
 

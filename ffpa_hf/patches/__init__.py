@@ -6,6 +6,7 @@ Imports neither transformers nor diffusers; the hooks run when those load. Every
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import sys
 from collections.abc import Iterator
@@ -35,7 +36,7 @@ def register() -> None:
         if library not in _hooked:
             _hooked.add(library)
             if trigger not in sys.modules:
-                wrapt.register_post_import_hook(lambda _, library=library: _on_import(library), trigger)
+                wrapt.register_post_import_hook(functools.partial(_on_import, library), trigger)
 
 
 def unregister() -> None:
@@ -47,7 +48,7 @@ def unregister() -> None:
             _patch(library).unregister()
 
 
-def _on_import(library: str) -> None:
+def _on_import(library: str, _: Any) -> None:
     if _active:
         _patch(library).register()
 

@@ -1,4 +1,4 @@
-"""The CuTe-DSL backend. Its kernels are not built yet: it refuses every call, after the checks that any backend makes."""
+"""The CuTe-DSL backend. Its kernels are not built yet: it refuses every call, after the checks any backend makes."""
 
 from __future__ import annotations
 
