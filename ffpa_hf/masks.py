@@ -276,7 +276,7 @@ def canonical_mask(
             f"attn_mask must be None, a bool or floating tensor, a RowIntervals or torch's CausalBias, "
             f"not {type(attn_mask).__name__}."
         )
-    tensor = _four_dims(attn_mask, shape, "attn_mask", device)
+    tensor = _collapsed(_four_dims(attn_mask, shape, "attn_mask", device))
     if tensor.dtype == torch.bool:
         return CanonicalMask("bool", mask=tensor)
     if tensor.dtype.is_floating_point:
@@ -304,7 +304,7 @@ def _canonical_intervals(
         )
     bias = intervals.bias
     if bias is not None:
-        bias = _four_dims(bias, shape, "attn_mask (RowIntervals): bias", device)
+        bias = _collapsed(_four_dims(bias, shape, "attn_mask (RowIntervals): bias", device))
     return CanonicalMask("intervals", bias=bias, intervals=intervals)
 
 
@@ -318,6 +318,16 @@ def _four_dims(tensor: Tensor, shape: tuple[int, int, int, int], name: str, devi
         if have != 1 and have != want:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must broadcast to {shape} [B, Hq, Nq, Nkv].")
     return view
+
+
+def _collapsed(tensor: Tensor) -> Tensor:
+    """Expanded dims (stride 0) back to size 1, so that kernels see the broadcast; a gradient keeps the full shape."""
+    if tensor.requires_grad:
+        return tensor
+    for dim in range(tensor.dim()):
+        if tensor.stride(dim) == 0 and tensor.shape[dim] > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
 
 
 def _causal_bias_alignment(attn_mask: Any) -> str | None:
