@@ -1,0 +1,61 @@
+# Two commands for a newcomer: `make demo` and `make test`. Both make their own environment in .venv first.
+# test-gpu and bench run in the Python they are started with, where the GPU build of torch is.
+
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+WORKERS ?= 2
+ARGS   ?=
+# Each test worker gets one core; more threads than cores only wait for each other.
+CPU_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+PYTEST_CPU := $(CPU_ENV) $(BIN)/python -m pytest -n $(WORKERS) --timeout 600 -q
+
+.DEFAULT_GOAL := help
+.PHONY: help install test test-slow test-transformers lint format demo test-gpu bench clean
+
+help: ## what there is
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 20
+
+install: $(STAMP) ## the environment alone
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+		|| { echo "ffpa_hf needs Python 3.10 to 3.13; say which: make PYTHON=python3.11 ..."; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+test: $(STAMP) ## the whole suite on the CPU, Triton kernels in Triton's interpreter
+	$(PYTEST_CPU) -m "not slow" $(ARGS)
+
+test-slow: $(STAMP) ## the large grids, minutes each
+	$(PYTEST_CPU) -m slow $(ARGS)
+
+# The same environment with another transformers laid over it, e.g. make test-transformers TRANSFORMERS=5.17.0
+TRANSFORMERS ?= 5.17.0
+test-transformers: $(STAMP) ## the transformers tests against TRANSFORMERS=5.17.0 (or another release)
+	test -d .overlay/$(TRANSFORMERS) || $(BIN)/python -m pip install -q --disable-pip-version-check --no-deps \
+		--target .overlay/$(TRANSFORMERS) transformers==$(TRANSFORMERS)
+	PYTHONPATH=.overlay/$(TRANSFORMERS) $(PYTEST_CPU) -m "not slow" tests/patches $(ARGS)
+
+lint: $(STAMP) ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP) ## let ruff mend what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+demo: $(STAMP) ## a photograph and a fine-tuning run, with and without ffpa_hf; writes demo-report/index.html
+	HF_HUB_OFFLINE=1 $(BIN)/ffpa-hf demo $(ARGS)
+
+test-gpu: ## the suite with real kernels, and the GPU-only tests
+	PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest -q $(ARGS)
+
+bench: ## ffpa-hf bench, e.g. make bench ARGS="--cases d512_self_8k"
+	PYTHONPATH=$(CURDIR) $(PYTHON) -m ffpa_hf bench $(ARGS)
+
+clean: ## drop the environment and what was built
+	rm -rf $(VENV) .overlay build dist demo-report .pytest_cache .mypy_cache .ruff_cache .hypothesis
