@@ -1,0 +1,159 @@
+"""diffusers models and pipelines: enable, disable, and the registrations behind them.
+
+Walks modules and hands them to `ffpa_hf.processors`; computes nothing and imports diffusers only by looking whether it
+is loaded.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from torch.nn import Module
+
+from ffpa_hf.dispatch import Route
+from ffpa_hf.processors import FFPAAttnProcessor, capture, inline, registry
+from ffpa_hf.report import not_accelerated
+
+_AUTOENCODERS = "diffusers.models.autoencoders"
+
+
+def register() -> None:
+    """Offer the "ffpa" backend and `set_attn_processor` to diffusers, loaded already or later. Idempotent."""
+    registry.apply()
+
+
+def unregister() -> None:
+    """Undo `register`; models that were enabled stay enabled."""
+    registry.undo()
+
+
+def owns(obj: Any) -> bool:
+    """Is this a diffusers pipeline, a diffusers model, or a module (compiled, wrapped) with one inside?"""
+    pipeline = _loaded("diffusers.pipelines.pipeline_utils", "DiffusionPipeline")
+    if pipeline is not None and isinstance(obj, pipeline):
+        return True
+    return isinstance(obj, Module) and _is_diffusers_model(obj)
+
+
+def enable(
+    obj: Any,
+    route: Route,
+    vae: bool = True,
+    text_encoders: bool = True,
+    *,
+    precision: str | None = None,
+    skip_layers: Any = None,
+    skip_first_steps: int | None = None,
+    **more: Any,
+) -> None:
+    """Accelerate a model, or every transformer, UNet, ControlNet, autoencoder and text encoder of a pipeline.
+
+    vae: also the autoencoders (of a pipeline). text_encoders: also its transformers models. One FFPAAttnProcessor with
+    `route` is shared by all; attention written inline is reached too. After an exception nothing is enabled.
+
+    Raises TypeError for an unknown option, NotImplementedError for a precision whose kernels do not exist yet.
+    """
+    if more:
+        known = "backend, forward_backend, backward_backend, strict, vae, text_encoders, precision"
+        raise TypeError(f"enable has no option {', '.join(map(repr, more))} for diffusers; it has {known}.")
+    if precision is not None:
+        if precision not in ("fp8", "fp4", "auto"):
+            raise ValueError(f"precision={precision!r} is not allowed; use None, 'fp8', 'fp4' or 'auto'.")
+        raise NotImplementedError(f"precision={precision!r}: the quantised kernels are not built yet; use None.")
+    if skip_layers is not None or skip_first_steps is not None:
+        raise ValueError("skip_layers and skip_first_steps choose where a precision applies; give precision with them.")
+    owner = FFPAAttnProcessor(route.backend, route.forward_backend, route.backward_backend, route.strict)
+    try:
+        for model, name in _diffusers_models(obj):
+            if vae or not _is_autoencoder(model, name):
+                _accelerate(model, owner)
+        if text_encoders:
+            _enable_text_encoders(obj, route)
+    except BaseException:
+        disable(obj)
+        raise
+
+
+def disable(obj: Any) -> None:
+    """Put back the very processors, classes and text encoder settings that were replaced."""
+    for model, _ in _diffusers_models(obj):
+        for module in model.modules():
+            inline.uninstall_inline(module)
+            capture.uninstall(module)
+    transformers = _transformers_patch()
+    for model in _transformers_models(obj, transformers):
+        transformers.disable(model)
+
+
+def _accelerate(model: Module, owner: FFPAAttnProcessor) -> None:
+    for module in model.modules():
+        if capture.holds_processor(module):
+            capture.install(module, owner)
+        elif inline.has_inline_attention(module):
+            inline.install_inline(module, owner)
+
+
+def _enable_text_encoders(obj: Any, route: Route) -> None:
+    transformers = _transformers_patch()
+    for model in _transformers_models(obj, transformers):
+        try:
+            transformers.enable(model, route)
+        except (TypeError, ValueError, NotImplementedError) as refusal:
+            # One encoder that cannot switch is no reason to leave the whole pipeline; the report says so.
+            not_accelerated(model, f"text encoder: {refusal}")
+
+
+# --- walking ----------------------------------------------------------------------------------------------------------
+
+
+def _components(obj: Any) -> Iterator[tuple[Module, str]]:
+    if isinstance(obj, Module):
+        yield obj, ""
+        return
+    for name, component in obj.components.items():
+        if isinstance(component, Module):
+            yield component, name
+
+
+def _diffusers_models(obj: Any) -> Iterator[tuple[Module, str]]:
+    return ((module, name) for module, name in _components(obj) if _is_diffusers_model(module))
+
+
+def _transformers_models(obj: Any, patch: Any) -> Iterator[Module]:
+    if patch is None or isinstance(obj, Module):
+        return iter(())
+    return (module for module, _ in _components(obj) if not _is_diffusers_model(module) and patch.owns(module))
+
+
+def _is_diffusers_model(module: Module) -> bool:
+    kinds = tuple(
+        kind
+        for kind in (
+            _loaded("diffusers.models.modeling_utils", "ModelMixin"),
+            _loaded("diffusers.models.attention_processor", "Attention"),
+            _loaded("diffusers.models.attention", "AttentionModuleMixin"),
+        )
+        if kind is not None
+    )
+    return any(isinstance(child, kinds) for child in module.modules())
+
+
+def _is_autoencoder(model: Module, name: str) -> bool:
+    return (
+        type(model).__module__.startswith(_AUTOENCODERS)
+        or "vae" in name
+        or any(word in name for word in ("movq", "vqgan", "autoencoder"))
+    )
+
+
+def _loaded(module: str, name: str) -> Any:
+    return getattr(sys.modules.get(module), name, None)
+
+
+def _transformers_patch() -> Any:
+    if "transformers" not in sys.modules or importlib.util.find_spec("ffpa_hf.patches.transformers") is None:
+        return None
+    return importlib.import_module("ffpa_hf.patches.transformers")

@@ -1,0 +1,73 @@
+"""Modules that compute attention inside their own `forward`, with no processor to set (most video autoencoders).
+
+Such a module gets a subclass of its own class whose call runs under `Redirect`; nothing else about it changes.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from typing import TYPE_CHECKING, Any
+
+from torch.nn import Module
+
+from ffpa_hf.processors.capture import (
+    _ATTRIBUTE,
+    Slot,
+    holds_processor,
+    is_accelerated,
+    names_used,
+    slot_of,
+    subclass,
+)
+from ffpa_hf.processors.redirect import Redirect
+
+if TYPE_CHECKING:
+    from ffpa_hf.processors.generic import FFPAAttnProcessor
+
+_ATTENTION = frozenset({"dispatch_attention_fn", "scaled_dot_product_attention"})
+
+
+@functools.cache
+def _computes_attention(kind: Any) -> bool:
+    forward = getattr(kind, "forward", None)
+    return isinstance(forward, types.FunctionType) and bool(names_used(forward, kind) & _ATTENTION)
+
+
+def has_inline_attention(module: Module) -> bool:
+    """Does this module's own `forward` (not a child's) call attention, with no processor in between?"""
+    kind: Any = type(module)
+    return not holds_processor(module) and _computes_attention(kind)
+
+
+def install_inline(module: Module, owner: FFPAAttnProcessor) -> None:
+    """Accelerate one such module along `owner.route`. Idempotent; the newest owner counts."""
+    slot = slot_of(module)
+    if slot is not None:
+        slot.owner = owner
+        return
+    kind: Any = type(module)
+    module.__dict__[_ATTRIBUTE] = Slot(owner, None, None, class_name=kind.__name__)
+    module.__class__ = accelerated_module_class(kind)
+
+
+def uninstall_inline(module: Module) -> None:
+    """Give the module its own class back."""
+    if slot_of(module) is not None and is_accelerated(module):
+        module.__class__ = type(module).__dict__["_ffpa_original"]
+        delattr(module, _ATTRIBUTE)
+
+
+@functools.cache
+def accelerated_module_class(original: Any) -> type:
+    """The subclass of a module class; `__call__` rather than `forward`, so that hooks put on `forward` stay right."""
+    plain = original.__call__
+
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        slot = slot_of(self)
+        if slot is None:
+            return plain(self, *args, **kwargs)
+        with Redirect(slot.owner.route, self):
+            return plain(self, *args, **kwargs)
+
+    return subclass(original, {"__call__": __call__}, accelerated_module_class)

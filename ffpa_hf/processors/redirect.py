@@ -1,0 +1,172 @@
+"""The two ways in which a processor's attention call reaches `attend`: a function mode and the "ffpa" backend.
+
+Knows tensors, routes and the module a call belongs to; knows no diffusers class, and does not import diffusers.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import Module
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+
+from ffpa_hf.dispatch import Route
+from ffpa_hf.functional import attend
+from ffpa_hf.report import not_accelerated
+
+_AUTO = Route()
+
+#: Whether diffusers' dispatcher knows our backend now; without it every call takes the function mode.
+backend_registered = False
+
+
+class _Scope(threading.local):
+    """What the running processor wants: `call` is (route, module), `busy` says that `attend` itself is running."""
+
+    call: tuple[Route, Module | None] | None = None
+    busy: bool = False
+
+
+_scope = _Scope()
+
+
+class Redirect(TorchFunctionMode):
+    """While active, `F.scaled_dot_product_attention` is answered by `attend` for `site` along `route`.
+
+    scale: used where the call itself names none (processors written before torch took a scale).
+    """
+
+    def __init__(self, route: Route, site: Module | None, scale: float | None = None) -> None:
+        super().__init__()
+        self.route, self.site, self.scale = route, site, scale
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not F.scaled_dot_product_attention or _scope.busy:
+            return func(*args, **kwargs)
+        return _from_sdpa(self, *args, **kwargs)
+
+
+def _from_sdpa(
+    mode: Redirect,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    scale = mode.scale if scale is None else scale
+    return serve(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, False, mode.route, mode.site)
+
+
+def serve(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Any,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    return_lse: bool,
+    route: Route,
+    site: Module | None,
+) -> Any:
+    """One `[B, H, N, D]` call through `attend`, or through F.sdpa where another function mode waits for that call."""
+    busy, _scope.busy = _scope.busy, True
+    try:
+        if not return_lse and _watched():
+            if site is not None and not torch.compiler.is_compiling():
+                not_accelerated(site, "another TorchFunctionMode takes the F.scaled_dot_product_attention call")
+            return F.scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                attn_mask=attn_mask,
+                dropout_p=dropout_p,
+                is_causal=is_causal,
+                scale=scale,
+                enable_gqa=enable_gqa,
+            )
+        return attend(
+            query,
+            key,
+            value,
+            attn_mask=attn_mask,
+            dropout_p=dropout_p,
+            is_causal=is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+            return_lse=return_lse,
+            route=route,
+            site=site,
+        )
+    finally:
+        _scope.busy = busy
+
+
+def _watched() -> bool:
+    """Does someone else's function mode (layer skipping, say) expect to see F.scaled_dot_product_attention?"""
+    if torch._C._len_torch_function_stack() == 0:
+        return False
+    return any(not isinstance(mode, (Redirect, DeviceContext)) for mode in _get_current_function_mode_stack())
+
+
+def run_with_backend(route: Route, site: Module, function: Any, args: Any, kwargs: Any) -> Any:
+    """Call `function`, whose dispatch names the "ffpa" backend, so that `from_dispatch` knows route and module."""
+    before, _scope.call = _scope.call, (route, site)
+    try:
+        return function(*args, **kwargs)
+    finally:
+        _scope.call = before
+
+
+def from_dispatch(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+) -> Any:
+    """The "ffpa" backend of diffusers' dispatcher: `[B, N, H, D]` in and out, lse `[B, N, H]`; everything is a view.
+
+    A 2-D mask `[B, Nkv]` is a key mask, as diffusers' native backend reads it.
+    """
+    scope = _scope.call
+    route, site = (_AUTO, None) if scope is None else scope
+    if (
+        isinstance(attn_mask, Tensor)
+        and attn_mask.dim() == 2
+        and attn_mask.shape[0] == query.shape[0]
+        and attn_mask.shape[1] == key.shape[1]
+    ):
+        attn_mask = attn_mask[:, None, None, :]
+    result = serve(
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        attn_mask,
+        dropout_p,
+        is_causal,
+        scale,
+        enable_gqa,
+        return_lse,
+        route,
+        site,
+    )
+    if return_lse:
+        out, lse = result
+        return out.transpose(1, 2), lse.transpose(1, 2)
+    return result.transpose(1, 2)
