@@ -20,7 +20,7 @@ from ffpa_hf.dispatch import Route
 #: Library -> the module of it whose loading means that its registries exist.
 _TRIGGERS = {
     "transformers": "transformers.modeling_utils",
-    "diffusers": "diffusers.models.attention_processor",
+    "diffusers": "diffusers.utils.constants",  # the first to load: it reads DIFFUSERS_ATTN_BACKEND
 }
 _hooked: set[str] = set()
 _active = False
