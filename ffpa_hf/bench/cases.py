@@ -19,8 +19,8 @@ class Case:
     """One attention call to time.
 
     heads:kv_heads, q_len x kv_len and head_dim as in `[B, H, N, D]`. window: causal sliding window, in keys up to and
-    with the row's own. directions: what runs when none are asked for. kv_sets: so many key/value pairs are read in turn,
-    so that they do not stay in the cache. graph: the calls are captured in one CUDA graph and replayed.
+    with the row's own. directions: what runs when none are asked for. kv_sets: so many key/value pairs are read in
+    turn, so that they do not stay in the cache. graph: the calls are captured in one CUDA graph and replayed.
     """
 
     id: str
@@ -108,27 +108,33 @@ KERNEL: tuple[Case, ...] = (
 
 _SWEEP_HEAD_DIMS = (64, 128, 192, 256, 320, 384, 512, 640, 768, 1024)
 _SWEEP_LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-_SWEEP_HEADS = 16
+_SWEEP_ONE_HEAD_LENGTHS = (1024, 4096, 16384)  # one head: the shape of image autoencoders
 _SWEEP_WINDOW = 1024
+_SWEEP_HEADS = 16
 
 
 def _sweep() -> tuple[Case, ...]:
     cases = []
     for head_dim in _SWEEP_HEAD_DIMS:
         for mask in ("none", "causal", "window"):
-            more = {} if mask == "none" else {"causal": True}
+            more: dict = {} if mask == "none" else {"causal": True}
             if mask == "window":
                 more["window"] = _SWEEP_WINDOW
             for length in _SWEEP_LENGTHS:
-                name = f"sweep_d{head_dim}_{mask}_n{length}"
+                name = f"sweep_d{head_dim}_h{_SWEEP_HEADS}_{mask}_n{length}"
                 cases.append(_self(name, head_dim, length, _SWEEP_HEADS, "fwd", "bwd", **more))
-        for length in (1024, 4096, 16384):  # one head: the shape of image autoencoders
-            cases.append(_self(f"sweep_d{head_dim}_none_1h_n{length}", head_dim, length, 1, "fwd", "bwd"))
+        for length in _SWEEP_ONE_HEAD_LENGTHS:
+            cases.append(_self(f"sweep_d{head_dim}_h1_none_n{length}", head_dim, length, 1, "fwd", "bwd"))
     return tuple(cases)
 
 
 #: The grid from which the table of automatic choices is built.
 SWEEP: tuple[Case, ...] = _sweep()
+
+#: Its corners, for a first table in a few minutes of GPU time.
+SWEEP_COARSE: tuple[Case, ...] = tuple(
+    case for case in SWEEP if case.head_dim in (64, 128, 256, 320, 512, 1024) and case.q_len in (128, 512, 1024, 4096)
+)
 
 #: Small enough for any CPU: the tool's own test.
 CPU_SMOKE: tuple[Case, ...] = (
@@ -137,7 +143,12 @@ CPU_SMOKE: tuple[Case, ...] = (
     _self("cpu_window", 72, 56, 2, "fwd", kv_heads=1, causal=True, window=16, dtype="float32"),
 )
 
-SETS: dict[str, tuple[Case, ...]] = {"kernel": KERNEL, "sweep": SWEEP, "cpu_smoke": CPU_SMOKE}
+SETS: dict[str, tuple[Case, ...]] = {
+    "kernel": KERNEL,
+    "sweep": SWEEP,
+    "sweep_coarse": SWEEP_COARSE,
+    "cpu_smoke": CPU_SMOKE,
+}
 
 
 def select(patterns: Iterable[str]) -> tuple[Case, ...]:
@@ -145,7 +156,7 @@ def select(patterns: Iterable[str]) -> tuple[Case, ...]:
 
     Raises ValueError for a pattern that matches nothing.
     """
-    everything = [case for cases in SETS.values() for case in cases]
+    everything = [*KERNEL, *SWEEP, *CPU_SMOKE]
     chosen: set[str] = set()
     for pattern in patterns:
         found = [case.id for case in SETS[pattern]] if pattern in SETS else []

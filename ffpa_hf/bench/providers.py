@@ -21,7 +21,7 @@ from ffpa_hf import settings
 from ffpa_hf.bench.cases import Case, Direction
 from ffpa_hf.masks import RowIntervals
 
-Call = Callable[[Tensor, Tensor, Tensor], Tensor]
+Call = Callable[[Tensor, Tensor, Tensor], Any]
 
 
 class Unavailable(Exception):
@@ -30,8 +30,8 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to run a case. prepare: makes what the call needs (masks, compiled code) and returns the call, which takes
-    query, key and value as `[B, H, N, D]` and returns the output in that form."""
+    """One way to run a case. prepare: makes what the call needs (masks, compiled code) and returns the call, which
+    takes query, key and value as `[B, H, N, D]` and returns the output in that form."""
 
     note: str
     prepare: Callable[[], Call]

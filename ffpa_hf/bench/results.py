@@ -80,14 +80,16 @@ def versions() -> dict[str, str]:
     """Versions of everything a number can depend on."""
     import torch
 
-    found = {"python": platform.python_version(), "torch": torch.__version__}
+    import ffpa_hf
+
+    found = {"ffpa_hf": ffpa_hf.__version__, "python": platform.python_version(), "torch": torch.__version__}
     if torch.version.cuda:
         found["cuda"] = torch.version.cuda
     if torch.version.hip:
         found["hip"] = torch.version.hip
     if torch.backends.cudnn.is_available():
         found["cudnn"] = str(torch.backends.cudnn.version())
-    for name in ("ffpa_hf", *_DISTRIBUTIONS):
+    for name in _DISTRIBUTIONS:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return found

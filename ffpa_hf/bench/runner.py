@@ -10,6 +10,7 @@ import contextlib
 import gc
 import statistics
 import time
+import warnings
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -23,9 +24,9 @@ from ffpa_hf.bench.cases import Case, Direction
 from ffpa_hf.bench.providers import Call, Provider, Unavailable
 from ffpa_hf.bench.results import Results, Row
 
-_WARM_UPS = 2
 _ROUNDS = (3, 25)  # fewest and most samples of a provider
 _SHORT_MS = 0.5  # calls shorter than this are timed several at a time
+_SLOW_MS = 50.0  # one look is enough to choose between variants of slower calls
 _MOST_INNER = 20
 _GRAPH_CALLS = 8  # calls captured per K/V set
 _MOST_WAIT_MS = 40.0
@@ -36,7 +37,7 @@ _CYCLES_PER_MS = 2_000_000
 
 
 class Step(Protocol):
-    """Something to time. `prepare` is not timed and gives `run` what it consumes; `calls` is how many calls a run is."""
+    """Something to time. `prepare` is not timed and gives `run` what it consumes; `calls`: calls in one run."""
 
     calls: int
 
@@ -233,7 +234,8 @@ def run_case(
     on_step(f"{case.id}: float64 result")
     data = make_data(case, device)
     needs_grads = any(direction != "fwd" for direction in directions)
-    exact = truth.compute(case, *(t.detach() for t in data.leaves), data.grad_out if needs_grads else None)
+    query, key, value = (tensor.detach() for tensor in data.leaves)
+    exact = truth.compute(case, query, key, value, data.grad_out if needs_grads else None)
     layouts: dict[str, Data] = {}
     for layout in sorted({provider.layout for provider in providers}):
         layouts[layout] = _in_layout(data, layout)
@@ -286,20 +288,22 @@ def _make_entry(
     if case.graph and direction != "fwd":
         raise Unavailable("a captured case runs forward only")
     variants = provider.variants(case, device)
-    best: tuple[float, str, Step, Call, float] | None = None
+    best: tuple[float, str, Step, Call, float | None] | None = None
     problems: list[Exception] = []
     for variant in variants:
         try:
             before = _allocated(device)
-            call = variant.prepare()
-            step = _step(case, direction, call, data)
-            for _ in range(_WARM_UPS):
-                step.run(step.prepare(1), 1)
+            call: Any = variant.prepare()
+            step: Any = _step(case, direction, call, data)
+            step.run(step.prepare(1), 1)  # compiles
             peak = _peak_gb(step, data, before, device)
-            estimate = statistics.median(milliseconds(step, 1, device, 1.0) for _ in range(3))
+            estimates = [milliseconds(step, 1, device, 1.0)]
+            while len(estimates) < 3 and estimates[0] * step.calls < _SLOW_MS:
+                estimates.append(milliseconds(step, 1, device, 1.0))
+            estimate = statistics.median(estimates)
         except Exception as problem:
-            problems.append(problem)
-            step = call = None  # type: ignore[assignment]
+            problems.append(problem.with_traceback(None))  # whose frames would hold the tensors
+            step = call = None
             _collect(device)
             continue
         if best is None or estimate < best[0]:
@@ -346,7 +350,8 @@ def _error(direction: Direction, call: Call, data: Data, exact: truth.Truth) -> 
         with torch.no_grad():
             return exact.forward_error(call(*data.leaves))
     out = call(*data.leaves)
-    error = exact.backward_error(torch.autograd.grad(out, data.leaves, data.grad_out))
+    dq, dk, dv = torch.autograd.grad(out, data.leaves, data.grad_out)
+    error = exact.backward_error((dq, dk, dv))
     return error if direction == "bwd" else max(error, exact.forward_error(out.detach()))
 
 
@@ -440,7 +445,9 @@ def run(
             return list(cases[index:])
         wanted = tuple(directions or case.directions)
         try:
-            results.rows += run_case(case, wanted, providers, device, seconds=seconds, on_step=on_step)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # why F.sdpa's kernels refuse, at length; the rows say what ran
+                results.rows += run_case(case, wanted, providers, device, seconds=seconds, on_step=on_step)
         except Exception as problem:  # the case itself: its inputs or its float64 result do not fit
             note = f"not run: {type(problem).__name__}: {(str(problem).splitlines() or [''])[0]}"[:300]
             results.rows += [Row(case.id, d, p.name, note=note) for d in wanted for p in providers]

@@ -94,6 +94,6 @@ def _head(case: Case, q: Tensor, k: Tensor, v: Tensor, grad: Tensor | None):
 
 
 def _relative(given: list[Tensor], truth: list[Tensor]) -> float:
-    difference = sum((mine.double() - exact).square().sum() for mine, exact in zip(given, truth, strict=True))
-    norm = sum(exact.square().sum() for exact in truth)
-    return float((difference / norm).sqrt()) if float(norm) else float(difference)
+    difference = sum(float((mine.double() - exact).square().sum()) for mine, exact in zip(given, truth, strict=True))
+    norm = sum(float(exact.square().sum()) for exact in truth)
+    return math.sqrt(difference / norm) if norm else math.sqrt(difference)

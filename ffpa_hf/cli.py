@@ -1,0 +1,513 @@
+"""The command line: `ffpa-hf` and `python -m ffpa_hf`. Parses, calls, prints; computes nothing itself.
+
+Heavy imports stay inside the commands, so that help and wrong arguments answer at once.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    import torch
+
+    from ffpa_hf.call import AttentionCall
+
+app = typer.Typer(
+    name="ffpa-hf",
+    help="Fast exact attention for large head dims inside Hugging Face: what runs here, why, and how fast.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+_PIPE_WIDTH = 150
+_DTYPES = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "fp32": "float32",
+    "fp64": "float64",
+}
+_DTYPES |= {full: full for full in _DTYPES.values()}
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app(prog_name="ffpa-hf")
+
+
+def _console() -> Any:
+    """Standard output; wide enough for the tables where it is a file or a pipe."""
+    from rich.console import Console
+
+    console = Console()
+    return console if console.is_terminal else Console(width=_PIPE_WIDTH)
+
+
+# --- info -------------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def info() -> None:
+    """Show devices, versions, which backends are on and why, qualified kernels, and where files are kept."""
+    from rich.table import Table
+
+    from ffpa_hf import settings
+    from ffpa_hf.bench.results import versions
+    from ffpa_hf.kernels import qualification
+    from ffpa_hf.kernels.tuning import preferences, store
+
+    console = _console()
+
+    def section(title: str, rows: list[tuple[str, ...]], headings: tuple[str, ...] = ()) -> None:
+        table = Table(*headings, title=title, title_justify="left", show_header=bool(headings), expand=False)
+        for _ in range(0 if headings else len(rows[0])):
+            table.add_column(overflow="fold")
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+
+    devices = _devices()
+    rows = []
+    for device in devices:
+        call = _probe(device)
+        target = qualification.target_name(call.capability, call.is_rocm)
+        rows.append((str(device), call.device_name, target, _memory(device)))
+    section("Devices", rows, ("device", "name", "target", "memory"))
+    section("Versions", list(versions().items()))
+
+    device = devices[0]
+    call = _probe(device)
+    section(f"Backends on {device} (by a bf16 call of head dim 512)", _backends(call), ("backend", "", "why"))
+    rows = []
+    for family in qualification.FAMILIES:
+        if device.type == "cuda":
+            verdict = qualification.verdict(family, call.capability, call.is_rocm, call.device_name)
+            rows.append((family, verdict.level, verdict.text, _sources(family)))
+        else:
+            rows.append((family, "-", "no GPU here", _sources(family)))
+    section(f"Qualified kernels on {device}", rows, ("kernels", "class", "ground", "sources"))
+
+    directory = store.config_dir()
+    problem = store.problem_with(directory)
+    measured = preferences.has_table(call.device_name)
+    section(
+        "Files",
+        [
+            ("verdicts and tuned tables", str(directory)),
+            ("", "nothing kept there yet" if not directory.exists() else problem or "private to this user"),
+            ("speed table of this device", "shipped" if measured else "none: auto follows its rules of thumb"),
+        ],
+    )
+    current = settings.current()
+    section(
+        "Settings",
+        [(variable, str(getattr(current, field)), meaning) for variable, field, meaning in settings.VARIABLES],
+        ("variable", "value", "meaning"),
+    )
+
+
+def _devices() -> list[torch.device]:
+    import torch
+
+    if torch.cuda.is_available():
+        return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    return [torch.device("cpu")]
+
+
+def _memory(device: torch.device) -> str:
+    import torch
+
+    if device.type != "cuda":
+        return "-"
+    return f"{torch.cuda.get_device_properties(device).total_memory / 2**30:.0f} GiB"
+
+
+def _probe(device: torch.device, **changes: Any) -> AttentionCall:
+    """A call that kernels are made for, on a device."""
+    import torch
+
+    from ffpa_hf.call import AttentionCall, device_facts
+
+    capability, is_rocm, name = device_facts(device)
+    fields: dict[str, Any] = {"batch": 1, "q_heads": 8, "kv_heads": 8, "q_len": 4096, "kv_len": 4096}
+    fields |= {"head_dim": 512, "value_dim": 512, "dtype": torch.bfloat16}
+    fields |= {"device_type": device.type, "capability": capability, "is_rocm": is_rocm, "device_name": name}
+    return AttentionCall(**{**fields, **changes})
+
+
+def _backends(call: AttentionCall) -> list[tuple[str, str, str]]:
+    """(backend, on or off, reason) for every backend, as the planner itself answers."""
+    from ffpa_hf.dispatch import plan
+
+    made = plan(call)
+    rows = []
+    for candidate in made.candidates:
+        chosen = ", auto's choice" if candidate.backend == made.forward else ""
+        rows.append((candidate.backend, "on" if candidate.accepted else "off", candidate.reason + chosen))
+    return rows
+
+
+def _sources(family: str) -> str:
+    from ffpa_hf.kernels import qualification
+
+    current, recorded = qualification.source_hash(family), qualification.shipped().get(family, {}).get("source_hash")
+    if recorded is None:
+        return f"{current}, no run recorded"
+    return current if recorded == current else f"{current}, edited since the recorded run of {recorded}"
+
+
+# --- explain ----------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def explain(
+    shape: Annotated[str, typer.Option(help="Query's B,H,N,D, for instance 1,32,8192,512.")],
+    kv_shape: Annotated[str | None, typer.Option(help="Key's and value's B,H,N,D; default: query's.")] = None,
+    dtype: Annotated[str, typer.Option(help="bf16, fp16, fp32 or fp64.")] = "bf16",
+    causal: Annotated[bool, typer.Option("--causal", help="is_causal=True.")] = False,
+    mask: Annotated[str, typer.Option(help="none, bool, additive or intervals.")] = "none",
+    dropout: Annotated[float, typer.Option(help="dropout_p.")] = 0.0,
+    softcap: Annotated[float | None, typer.Option(help="Soft cap of the scores.")] = None,
+    sinks: Annotated[bool, typer.Option("--sinks", help="With attention sinks.")] = False,
+    return_lse: Annotated[bool, typer.Option("--return-lse", help="The log-sum-exp is asked for.")] = False,
+    grad: Annotated[bool, typer.Option("--grad/--no-grad", help="Whether gradients are needed.")] = True,
+    backend: Annotated[str | None, typer.Option(help="auto, sdpa, triton, cute, cuda, cuda-fp8, cuda-fp4.")] = None,
+    forward_backend: Annotated[str | None, typer.Option(help="For the forward alone.")] = None,
+    backward_backend: Annotated[str | None, typer.Option(help="For the backward alone.")] = None,
+    device: Annotated[str | None, typer.Option(help="cuda, cuda:1 or cpu; default: the first GPU, else cpu.")] = None,
+) -> None:
+    """Say which kernel a call would run and why the others do not. Runs nothing; exits 1 where the call would raise."""
+    import torch
+
+    from ffpa_hf.dispatch import Route, plan
+
+    query = _shape(shape, "--shape")
+    key = query if kv_shape is None else _shape(kv_shape, "--kv-shape")
+    if dtype not in _DTYPES:
+        raise typer.BadParameter(f"{dtype!r} is no dtype; use one of {', '.join(_DTYPES)}.", param_hint="--dtype")
+    if mask not in ("none", "bool", "additive", "intervals"):
+        raise typer.BadParameter(f"{mask!r}; use none, bool, additive or intervals.", param_hint="--mask")
+    if causal and mask != "none":
+        raise typer.BadParameter("a mask and --causal exclude each other.", param_hint="--mask")
+    if not 0.0 <= dropout < 1.0:
+        raise typer.BadParameter("use 0 <= p < 1.", param_hint="--dropout")
+    if softcap is not None and softcap <= 0:
+        raise typer.BadParameter("use a number above 0.", param_hint="--softcap")
+    if query[0] != key[0] or query[3] != key[3] or key[1] == 0 or query[1] % key[1]:
+        text = "batch and head dim must agree with --shape, and query's heads be a multiple of key's."
+        raise typer.BadParameter(text, param_hint="--kv-shape")
+    kind = torch.bfloat16 if dtype == "bf16" else getattr(torch, _DTYPES[dtype])
+    call = _probe(
+        _device(device),
+        batch=query[0],
+        q_heads=query[1],
+        kv_heads=key[1],
+        q_len=query[2],
+        kv_len=key[2],
+        head_dim=query[3],
+        value_dim=key[3],
+        dtype=kind,
+        mask_kind=mask,
+        mask_dtype={"bool": torch.bool, "additive": kind}.get(mask),
+        has_bias=mask == "additive",
+        bias_dtype=kind if mask == "additive" else None,
+        is_causal=causal,
+        dropout_p=dropout,
+        softcap=softcap,
+        has_sinks=sinks,
+        return_lse=return_lse,
+        needs_grad=grad,
+    )
+    try:
+        strict = any(name is not None for name in (backend, forward_backend, backward_backend))
+        made = plan(call, Route(backend, forward_backend, backward_backend, strict=strict))
+    except ValueError as problem:
+        raise typer.BadParameter(str(problem)) from None
+    print(made)
+    if made.error is not None:
+        raise typer.Exit(1)
+
+
+def _shape(text: str, option: str) -> tuple[int, int, int, int]:
+    try:
+        sizes = tuple(int(part) for part in text.replace("x", ",").split(","))
+    except ValueError:
+        sizes = ()
+    if len(sizes) != 4 or min(sizes) < 0:
+        raise typer.BadParameter(f"{text!r} is not B,H,N,D, four whole numbers as in 1,32,8192,512.", param_hint=option)
+    return sizes  # type: ignore[return-value]
+
+
+def _device(name: str | None) -> torch.device:
+    import torch
+
+    if name is None:
+        return _devices()[0]
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise typer.BadParameter(f"{name!r} is no device; use cuda, cuda:1 or cpu.", param_hint="--device") from None
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= count:
+            found = f"this machine has {count}" if count else "this machine has no GPU that torch can use"
+            raise typer.BadParameter(f"{name!r}: {found}.", param_hint="--device")
+        return torch.device("cuda", device.index or 0)
+    return device
+
+
+# --- bench ------------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def bench(
+    cases: Annotated[str, typer.Option(help="Sets, case ids or globs, by commas.")] = "",
+    providers: Annotated[str, typer.Option(help="Providers by commas; default: all that can be imported.")] = "",
+    directions: Annotated[str, typer.Option(help="fwd, bwd, fwd+bwd by commas; default: each case's own.")] = "",
+    name: Annotated[str, typer.Option(help="Name of the results file: <date>-<gpu>-<name>.json.")] = "bench",
+    output: Annotated[Path, typer.Option(help="Folder of the results file.")] = Path("benchmarks/results"),
+    device: Annotated[str | None, typer.Option(help="cuda, cuda:1 or cpu; default: the first GPU, else cpu.")] = None,
+    seconds: Annotated[float, typer.Option(help="Sampling time per case and direction, over all providers.")] = 2.0,
+    minutes: Annotated[float | None, typer.Option(help="Begin no case later than this.")] = None,
+    list_: Annotated[bool, typer.Option("--list", help="List cases and providers, and stop.")] = False,
+) -> None:
+    """Time our kernels beside F.sdpa and the installed peers, all in one run; keep the numbers as JSON.
+
+    Without --cases: the published set on a GPU, cpu_smoke elsewhere.
+    """
+    from ffpa_hf.bench import cases as table
+    from ffpa_hf.bench import providers as field
+
+    if list_:
+        _list_bench(_console())
+        return
+    import torch
+
+    from ffpa_hf.bench import results as records
+    from ffpa_hf.bench import runner
+
+    target = _device(device)
+    wanted = _words(cases) or (["kernel"] if target.type == "cuda" else ["cpu_smoke"])
+    try:
+        chosen = table.select(wanted)
+        runners = field.select(_words(providers), target)
+    except ValueError as problem:
+        raise typer.BadParameter(str(problem)) from None
+    ways = _words(directions)
+    for way in ways:
+        if way not in table.DIRECTIONS:
+            raise typer.BadParameter(f"{way!r}; use {', '.join(table.DIRECTIONS)}.", param_hint="--directions")
+    if target.type == "cuda":
+        torch.cuda.set_device(target)
+    gathered = records.Results(
+        device=torch.cuda.get_device_name(target) if target.type == "cuda" else "CPU",
+        date=records.now(),
+        command=shlex.join(["ffpa-hf", *sys.argv[1:]]),
+        versions=records.versions(),
+    )
+    path = output / records.file_name(gathered, name)
+    console, progress, on_step, on_case = _bench_progress(len(chosen), lambda: gathered.write(path))
+    console.print(f"{gathered.device}; {', '.join(f'{k} {v}' for k, v in gathered.versions.items())}")
+    console.print(gathered.command)
+    with progress:
+        left = runner.run(
+            chosen,
+            ways or None,  # type: ignore[arg-type]
+            runners,
+            gathered,
+            target,
+            seconds=seconds,
+            minutes=minutes,
+            on_step=on_step,
+            on_case=on_case,
+        )
+    gathered.write(path)
+    out = _console()
+    out.print(records.table(gathered))
+    out.print(f"matrix products {gathered.matmul_tflops:.1f} TFLOP/s, copies {gathered.copy_tb_s:.2f} TB/s")
+    if left:
+        out.print(f"no time left for {len(left)} cases: {', '.join(case.id for case in left)}")
+    out.print(f"results: {path}", soft_wrap=True)
+    if all(row.ms is None for row in gathered.rows):
+        raise typer.Exit(1)
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def _list_bench(console: Any) -> None:
+    from rich.table import Table
+
+    from ffpa_hf.bench import cases as table
+    from ffpa_hf.bench import providers as field
+
+    view = Table("set", "case", "shape", "directions")
+    for name, members in table.SETS.items():
+        if name.startswith("sweep"):
+            view.add_row(name, f"{len(members)} cases", "head dims, lengths and masks for auto's table", "fwd, bwd")
+            continue
+        for case in members:
+            view.add_row(name, case.id, case.text(), ", ".join(case.directions))
+    console.print(view)
+    console.print("providers: " + ", ".join(provider.name for provider in field.PROVIDERS))
+
+
+def _bench_progress(total: int, keep: Any) -> tuple[Any, Any, Any, Any]:
+    """(console, progress bar, callback with the current step, callback after each case), all on the error stream."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    columns = (MofNCompleteColumn(), BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    progress = Progress(*columns, console=console)
+    task = progress.add_task("", total=total)
+
+    def on_case() -> None:
+        progress.advance(task)
+        keep()
+
+    return console, progress, lambda text: progress.update(task, description=text), on_case
+
+
+# --- selftest ---------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def selftest(
+    backend: Annotated[str | None, typer.Option(help="One backend; default: every one that is built.")] = None,
+    device: Annotated[str | None, typer.Option(help="cuda or cuda:1; cpu with TRITON_INTERPRET=1.")] = None,
+    only: Annotated[
+        str | None, typer.Option(help="Only checks whose description contains this; keeps no verdict.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="Also write the outcome as JSON (one backend only).")] = None,
+) -> None:
+    """Test our kernels on this GPU against the float64 reference, forward and backward, and keep the verdict.
+
+    Exits 1 where a check fails, 2 where nothing could be tested.
+    """
+    from ffpa_hf import settings
+    from ffpa_hf.kernels import qualification
+
+    console = _console()
+    families = qualification.FAMILIES if backend is None else (backend,)
+    if backend is not None and backend not in qualification.FAMILIES:
+        text = f"{backend!r} has no kernels to test; use one of {', '.join(qualification.FAMILIES)}."
+        raise typer.BadParameter(text, param_hint="--backend")
+    target = _device(device)
+    if target.type != "cuda" and not (target.type == "cpu" and settings.current().triton_interpret):
+        console.print("No GPU here. TRITON_INTERPRET=1 runs a small grid on the CPU, which qualifies nothing.")
+        raise typer.Exit(2)
+    failed = False
+    for family in families:
+        failed = _selftest_family(family, target, only, output, console) or failed
+    raise typer.Exit(1 if failed else 0)
+
+
+def _selftest_family(family: str, target: torch.device, only: str | None, output: Path | None, console: Any) -> bool:
+    """Run, print and keep one family's outcome; True where something failed."""
+    import torch
+    from rich.console import Console
+    from rich.progress import track
+
+    from ffpa_hf.bench.results import now
+    from ffpa_hf.kernels import qualification
+    from ffpa_hf.kernels import selftest as tests
+    from ffpa_hf.kernels.tuning import store
+
+    call = _probe(target)
+    name = qualification.target_name(call.capability, call.is_rocm)
+    compiler = qualification.compiler_version(family)
+    console.print(f"{family} on {call.device_name} ({name}), torch {torch.__version__}, {compiler}")
+    if target.type == "cuda":
+        torch.cuda.set_device(target)
+    checks = [check for check in tests.grid(target.type == "cpu") if only is None or only in str(check)]
+    if not checks:
+        raise typer.BadParameter(f"{only!r} matches no check.", param_hint="--only")
+    outcomes: list[tests.Outcome] = []
+    for check in track(checks, description=family, console=Console(stderr=True)):
+        outcomes += tests.run(family, target, [check])
+    bad = [outcome for outcome in outcomes if not outcome.passed]
+    console.print(_outcomes(outcomes))
+    console.print(f"{family}: {len(outcomes) - len(bad)} of {len(outcomes)} checks passed")
+    complete = only is None
+    if output is not None:
+        content = {
+            "family": family,
+            "device": call.device_name,
+            "target": name,
+            "source_hash": qualification.source_hash(family),
+            "compiler": compiler,
+            "torch": torch.__version__,
+            "date": now(),
+            "complete": complete,
+            "cases": len(outcomes),
+            "failed": len(bad),
+            "rows": [
+                {
+                    "check": str(outcome.check),
+                    "passed": outcome.passed,
+                    "errors": [[what, _finite(error), limit] for what, error, limit in outcome.errors],
+                    "seconds": round(outcome.seconds, 3),
+                    "note": outcome.note,
+                }
+                for outcome in outcomes
+            ],
+        }
+        output.parent.mkdir(parents=True, exist_ok=True)
+        store.write_json(output, content)
+        console.print(f"written to {output}", soft_wrap=True)
+    if not complete or call.capability is None:
+        console.print("no verdict is kept of a partial or interpreted run")
+        return bool(bad)
+    try:
+        path = qualification.keep(
+            family, call.capability, call.is_rocm, call.device_name, cases=len(outcomes), failed=len(bad), date=now()
+        )
+        console.print(f"verdict kept in {path}", soft_wrap=True)
+    except OSError as problem:
+        console.print(f"the verdict could not be kept: {problem}", soft_wrap=True)
+    return bool(bad)
+
+
+def _finite(error: float) -> float | str:
+    """JSON has no infinity."""
+    import math
+
+    return error if math.isfinite(error) else "not finite"
+
+
+def _outcomes(outcomes: list[Any]) -> Any:
+    from rich.table import Table
+
+    view = Table("check", "", "nearest its limit", "error", "limit", "s", "note")
+    for outcome in outcomes:
+        what, error, limit = outcome.worst or ("-", 0.0, 0.0)
+        verdict = "[green]passed" if outcome.passed else "[red]FAILED"
+        view.add_row(
+            str(outcome.check), verdict, what, f"{error:.2e}", f"{limit:.2e}", f"{outcome.seconds:.1f}", outcome.note
+        )
+    return view
+
+
+# --- demo -------------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def demo(
+    output: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("demo-report"),
+    device: Annotated[str | None, typer.Option(help="cuda or cpu; default: the GPU where there is one.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Training steps.")] = None,
+) -> None:
+    """A photograph through an autoencoder and a small fine-tuning, with and without our attention, as one HTML page."""
+    try:
+        from ffpa_hf.demo import run
+    except ImportError as problem:
+        print(f"The demo needs more packages: pip install 'ffpa-hf[demo]' ({problem})", file=sys.stderr)
+        raise typer.Exit(2) from None
+    raise typer.Exit(run(output=output, device=device, steps=steps))
