@@ -18,6 +18,18 @@ LOWEST = tl.constexpr(-3.3e38)
 BIG = tl.constexpr(2**31 - 1)
 
 
+class Operand(NamedTuple):
+    """A [B, H, N, D] tensor as kernels read it: pointers, or with TMA descriptors over it, one for each box shape.
+
+    A head dim that is no power of two is read as two boxes, first and second (else None). strides (b, h, n) count units
+    of 16 bytes. A descriptor has size 1 in a dim of stride 0.
+    """
+
+    first: Any
+    second: Any
+    strides: Any
+
+
 class Visibility(NamedTuple):
     """Which keys a row may see, and what is added to its scores. Absent parts are None, which removes their code.
 
@@ -70,8 +82,7 @@ def load_tile(
 ):  # fmt: skip
     """[BR, BC] of source[i_b, i_h, row:, col:], zero beyond `rows` and `cols`.
 
-    TMA: source is a descriptor over [B, H, N, D] in which a dim of stride 0 has size 1. Otherwise a pointer. Strides
-    (b, h, n) count units of 16 bytes, so that the compiler knows the alignment of every row.
+    source and strides are an `Operand`'s; counting strides in 16 bytes tells the compiler the alignment of every row.
     """
     if TMA:
         i_b = i_b * (strides[0] != 0)

@@ -1,0 +1,111 @@
+"""The Triton backend: what it serves, and the doors to its forward and backward.
+
+Importing this needs no Triton: kernels are imported when the first call runs.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ffpa_hf import settings
+from ffpa_hf.backends import TritonBackend
+from ffpa_hf.kernels.common import Accepted, Answer, AttentionInputs, Capability, refusal, refuse
+from ffpa_hf.kernels.triton import configs
+
+if TYPE_CHECKING:
+    from ffpa_hf.call import AttentionCall
+
+CAPABILITY = Capability(
+    backend="triton",
+    dtypes=(torch.float16, torch.bfloat16),
+    bias_grad=True,
+    dropout=True,
+    softcap=True,
+    sinks=True,
+)
+#: The interpreter multiplies bfloat16 wrongly, and takes float32, which tests need.
+_INTERPRETED = Capability(
+    backend="triton (interpreter)",
+    dtypes=(torch.float16, torch.float32),
+    bias_grad=True,
+    dropout=True,
+    softcap=True,
+    sinks=True,
+)
+
+
+def supports(call: AttentionCall, config: TritonBackend | None = None, *, backward: bool = False) -> Answer:
+    """Accepted, or Refused with the rule that keeps the Triton kernels from this call."""
+    interpreter = settings.current().triton_interpret and call.device_type == "cpu"
+    can = _INTERPRETED if interpreter else CAPABILITY
+    refused = refusal(can, call, interpreter=interpreter, backward=backward)
+    if refused is not None:
+        return refused
+    problem = _import_problem()
+    if problem is not None:
+        return refuse("package", "error", RuntimeError, "Triton cannot be used here: {}", problem)
+    return Accepted()
+
+
+def forward(inputs: AttentionInputs, config: TritonBackend) -> tuple[Tensor, Tensor, Tensor]:
+    """(out like query, lse fp32 [B, Hq, Nq], row_stats fp32 [2, B, Hq, Nq] or empty where there is no bias)."""
+    from ffpa_hf.kernels.triton import launch
+
+    return launch.forward(inputs)
+
+
+def backward(
+    inputs: AttentionInputs,
+    out: Tensor,
+    lse: Tensor,
+    row_stats: Tensor,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    needs: tuple[bool, bool, bool, bool, bool],
+    config: TritonBackend,
+) -> tuple[Tensor | None, ...]:
+    """Gradients of (query, key, value, bias, sinks), None where `needs` is False; deterministic, bit for bit."""
+    from ffpa_hf.kernels.triton import launch
+
+    return tuple(launch.backward(inputs, out, lse, row_stats, grad_out, grad_lse, needs, config.workspace_mb))
+
+
+def describe(call: AttentionCall, config: TritonBackend | None = None) -> str:
+    """The kernels, tiles and scratch of a call, in one or two sentences."""
+    config = config or TritonBackend()
+    target = configs.target_for(call.capability, call.is_rocm)
+    itemsize = torch.empty((), dtype=call.dtype).element_size()
+    tile = configs.choose_forward(call.head_dim, call.q_len, target.smem_limit, itemsize, target.tma)
+    columns = configs.split_columns(call.head_dim, tile.width)
+    widths = f"{columns.first}+{columns.second}" if columns.second else f"{columns.first}"
+    loads = "TMA descriptors" if target.tma else "pointers"
+    text = (
+        f"attention_forward: {tile.block_m} x {tile.block_n} tiles, {columns.slices} x {widths} output columns, "
+        f"head dim {f'in steps of {tile.chunk}' if tile.chunk else 'at once'}, {tile.num_warps} warps, "
+        f"{tile.num_stages} stages, loads through {loads}."
+    )
+    if not call.needs_grad or not call.q_len or not call.kv_len or not call.batch or not call.q_heads:
+        return text
+    tiles = configs.choose_backward(call.head_dim, target.smem_limit, itemsize, target.tma)
+    shape = (call.batch, call.q_heads, call.kv_heads, call.q_len, call.kv_len, call.head_dim)
+    plan = configs.plan_for(tiles, shape, itemsize, (True, True, True), config.workspace_mb)
+    return (
+        f"{text} Backward: scores in {tiles.scores.block_m} x {tiles.scores.block_n} tiles to "
+        f"{plan.scratch_bytes / 2**20:.0f} MiB of scratch (limit {config.workspace_mb}), {len(plan.rounds)} round"
+        f"{'s' if len(plan.rounds) > 1 else ''}{', banded with fp32 sums' if plan.banded else ''}; then plain products."
+    )
+
+
+@functools.lru_cache(maxsize=1)
+def _import_problem() -> str | None:
+    """Why Triton cannot be imported, None where it can. A broken package may raise anything."""
+    try:
+        import triton  # noqa: F401
+        import triton.language  # noqa: F401
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None

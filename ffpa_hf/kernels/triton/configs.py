@@ -1,0 +1,340 @@
+"""Tile sizes: frozen configs, what makes one legal, and the tables that choose one. Pure functions of plain numbers.
+
+Must not import Triton or ask a device: launcher, tests and tuner all read the same functions on any machine.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+#: Usable shared memory per block, in bytes: AMD's 64 KB, then sm_86/89/120, sm_80, sm_90/100.
+SMEM_LIMITS = (64 * 1024, 99 * 1024, 163 * 1024, 227 * 1024)
+
+#: Registers of one multiprocessor that a kernel may spend on accumulators, as fp32 values per thread.
+_MAX_ACCUMULATOR = 208
+
+
+class Target(NamedTuple):
+    """What kernels are built for: shared memory per block in bytes, and whether tiles go through descriptors (TMA)."""
+
+    smem_limit: int
+    tma: bool
+
+
+def target_for(capability: tuple[int, int] | None, is_rocm: bool = False) -> Target:
+    """The target of a compute capability; None is the interpreter, which has room for any tile."""
+    if is_rocm:
+        return Target(SMEM_LIMITS[0], False)
+    if capability is None:
+        return Target(SMEM_LIMITS[3], False)
+    if capability[0] in (9, 10):
+        return Target(SMEM_LIMITS[3], True)
+    return Target(SMEM_LIMITS[2] if capability in ((8, 0), (8, 7)) else SMEM_LIMITS[1], capability[0] > 8)
+
+
+@dataclass(frozen=True)
+class ForwardConfig:
+    """block_m query rows and block_n keys per step; chunk: query columns multiplied at a time, 0 for all at once;
+    width: most output columns of one program."""
+
+    block_m: int
+    block_n: int
+    chunk: int
+    width: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class ScoresConfig:
+    """Backward scores: one block_m x block_n tile per program, chunk columns of the head dim at a time."""
+
+    block_m: int
+    block_n: int
+    chunk: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class ProductConfig:
+    """Backward products: block rows of the gradient, width columns at most, step of the contraction."""
+
+    block: int
+    width: int
+    step: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """The three kernels of a backward pass and the one for a bias gradient."""
+
+    scores: ScoresConfig
+    query: ProductConfig
+    key: ProductConfig
+    bias: ScoresConfig
+
+
+@dataclass(frozen=True)
+class Columns:
+    """`slices` programs, each of first + second columns (powers of two; second may be 0), covering a head dim."""
+
+    first: int
+    second: int
+    slices: int
+
+    @property
+    def width(self) -> int:
+        """Columns of one program."""
+        return self.first + self.second
+
+
+def power_of_two(value: int) -> int:
+    """The least power of two that is at least `value`."""
+    return 1 << max(value - 1, 0).bit_length()
+
+
+@functools.lru_cache(maxsize=512)
+def split_columns(head_dim: int, width: int) -> Columns:
+    """Cover `head_dim` columns with as few programs of at most `width` columns as possible, and little padding.
+
+    A part is the largest power of two in it plus the next power of two (16 at least) of the rest: 320 is 256 + 64.
+    """
+    slices = -(-head_dim // width)
+    share = -(-head_dim // slices)
+    first = 1 << (share.bit_length() - 1)
+    rest = share - first
+    second = max(16, power_of_two(rest)) if rest else 0
+    if second == first:
+        first, second = 2 * first, 0
+    return Columns(first, second, -(-head_dim // (first + second)))
+
+
+def forward_smem(config: ForwardConfig, head_dim: int, itemsize: int, tma: bool) -> int:
+    """Shared memory of the forward kernel in bytes, an estimate from above."""
+    out = split_columns(head_dim, config.width).width
+    probabilities = config.block_m * config.block_n * itemsize
+    value = config.block_n * out * itemsize
+    if config.chunk:
+        ring = (config.block_m + config.block_n) * config.chunk * itemsize * config.num_stages
+        return ring + value + probabilities
+    inner = split_columns(head_dim, 1 << 20).width
+    key = config.block_n * inner * itemsize
+    query = config.block_m * inner * itemsize
+    if config.num_stages == 1:
+        return query + max(key, value) + probabilities
+    return query + (key + value) * config.num_stages + probabilities
+
+
+def scores_smem(config: ScoresConfig, itemsize: int) -> int:
+    """Shared memory of the backward's scores kernel in bytes, an estimate from above."""
+    ring = (config.block_m + config.block_n) * config.chunk * itemsize * config.num_stages
+    return ring + config.block_m * config.block_n * itemsize
+
+
+def product_smem(config: ProductConfig, head_dim: int, itemsize: int) -> int:
+    """Shared memory of a backward product in bytes, an estimate from above."""
+    columns = split_columns(head_dim, config.width)
+    return (config.block + columns.width) * config.step * itemsize * config.num_stages
+
+
+def is_legal(config: ForwardConfig | BackwardConfig, head_dim: int, smem_limit: int, itemsize: int, tma: bool) -> bool:
+    """Whether a config fits a device with `smem_limit` bytes of shared memory per block.
+
+    The same answer serves launcher, tuner and tests. tma: tiles are loaded through descriptors, whose box sides end at 256.
+    """
+    if isinstance(config, BackwardConfig):
+        parts = (config.scores, config.bias)
+        fits = all(scores_smem(part, itemsize) <= smem_limit for part in parts)
+        fits = fits and all(
+            part.block_m * part.block_n // (part.num_warps * 32) <= _MAX_ACCUMULATOR // 2 for part in parts
+        )
+        for part in (config.query, config.key):
+            columns = split_columns(head_dim, part.width)
+            fits = fits and product_smem(part, head_dim, itemsize) <= smem_limit
+            fits = fits and part.block * columns.width // (part.num_warps * 32) <= _MAX_ACCUMULATOR
+            fits = fits and part.block >= 64
+        scores = config.scores
+        # The products read whole steps of what the scores kernel writes in whole tiles.
+        return fits and scores.block_n % config.query.step == 0 and scores.block_m % config.key.step == 0
+    columns = split_columns(head_dim, config.width)
+    threads = config.num_warps * 32
+    accumulator = config.block_m * (columns.width + config.block_n) // threads
+    if accumulator > _MAX_ACCUMULATOR or (tma and max(config.block_m, config.block_n) > 256):
+        return False
+    return forward_smem(config, head_dim, itemsize, tma) <= smem_limit
+
+
+# Rows are tried from the top; the first legal one whose head dim limit covers the call is taken.
+# (head dim up to, config). Whole-width products (chunk 0) need the big shared memory of Hopper.
+_FORWARD_TMA: tuple[tuple[int, ForwardConfig], ...] = (
+    (64, ForwardConfig(128, 128, 0, 512, 8, 2)),
+    (128, ForwardConfig(128, 128, 0, 512, 8, 2)),
+    (256, ForwardConfig(128, 64, 0, 512, 8, 2)),
+    (320, ForwardConfig(128, 64, 0, 512, 8, 1)),
+    (384, ForwardConfig(64, 128, 0, 512, 8, 1)),
+    (512, ForwardConfig(64, 128, 0, 512, 8, 1)),
+    (1024, ForwardConfig(64, 128, 64, 512, 8, 3)),
+)
+_FORWARD_PLAIN: tuple[tuple[int, ForwardConfig], ...] = (
+    (64, ForwardConfig(128, 64, 0, 512, 4, 3)),
+    (128, ForwardConfig(128, 64, 0, 512, 8, 2)),
+    (128, ForwardConfig(128, 32, 0, 512, 8, 2)),
+    (256, ForwardConfig(128, 64, 64, 512, 8, 3)),
+    (512, ForwardConfig(64, 64, 64, 512, 8, 3)),
+    (512, ForwardConfig(64, 32, 64, 512, 8, 3)),
+    (1024, ForwardConfig(64, 64, 64, 512, 8, 3)),
+    (1024, ForwardConfig(64, 32, 64, 512, 8, 2)),
+    (1024, ForwardConfig(32, 32, 32, 256, 4, 2)),
+    (1024, ForwardConfig(16, 16, 32, 256, 4, 1)),
+)
+# Few query rows: a small tile wastes less of the products.
+_FORWARD_FEW_ROWS: tuple[tuple[int, ForwardConfig], ...] = (
+    (256, ForwardConfig(16, 64, 0, 512, 4, 2)),
+    (512, ForwardConfig(16, 64, 64, 512, 4, 3)),
+    (1024, ForwardConfig(16, 32, 64, 512, 4, 3)),
+    (1024, ForwardConfig(16, 16, 32, 256, 4, 1)),
+)
+
+_BACKWARD_TMA: tuple[BackwardConfig, ...] = (
+    BackwardConfig(
+        scores=ScoresConfig(128, 128, 64, 8, 3),
+        query=ProductConfig(128, 256, 64, 8, 4),
+        key=ProductConfig(128, 256, 64, 8, 4),
+        bias=ScoresConfig(64, 64, 64, 4, 2),
+    ),
+)
+_BACKWARD_PLAIN: tuple[BackwardConfig, ...] = (
+    BackwardConfig(
+        scores=ScoresConfig(128, 128, 32, 8, 3),
+        query=ProductConfig(128, 128, 32, 8, 3),
+        key=ProductConfig(128, 128, 32, 8, 3),
+        bias=ScoresConfig(64, 64, 32, 4, 2),
+    ),
+    BackwardConfig(
+        scores=ScoresConfig(64, 64, 32, 4, 2),
+        query=ProductConfig(64, 128, 32, 4, 2),
+        key=ProductConfig(64, 128, 32, 4, 2),
+        bias=ScoresConfig(64, 64, 32, 4, 1),
+    ),
+    BackwardConfig(
+        scores=ScoresConfig(64, 64, 16, 4, 1),
+        query=ProductConfig(64, 64, 16, 4, 1),
+        key=ProductConfig(64, 64, 16, 4, 1),
+        bias=ScoresConfig(64, 64, 16, 4, 1),
+    ),
+)
+
+
+@functools.lru_cache(maxsize=1024)
+def choose_forward(head_dim: int, q_len: int, smem_limit: int, itemsize: int = 2, tma: bool = False) -> ForwardConfig:
+    """The forward config of a call. Raises ValueError where no row of the tables fits."""
+    tables = (_FORWARD_TMA if tma else ()) + _FORWARD_PLAIN
+    if q_len <= 16:
+        tables = _FORWARD_FEW_ROWS + tables
+    for limit, config in tables:
+        if head_dim <= limit and is_legal(config, head_dim, smem_limit, itemsize, tma):
+            return config
+    raise ValueError(f"no Triton forward tile fits head_dim {head_dim} in {smem_limit} bytes of shared memory")
+
+
+@functools.lru_cache(maxsize=1024)
+def choose_backward(head_dim: int, smem_limit: int, itemsize: int = 2, tma: bool = False) -> BackwardConfig:
+    """The backward config of a call. Raises ValueError where no row of the tables fits."""
+    for config in (_BACKWARD_TMA if tma else ()) + _BACKWARD_PLAIN:
+        if is_legal(config, head_dim, smem_limit, itemsize, tma):
+            return config
+    raise ValueError(f"no Triton backward tile fits head_dim {head_dim} in {smem_limit} bytes of shared memory")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a backward pass walks its scratch. A lane is one (batch, query head).
+
+    rounds: (first lane, lanes, first row, rows, first band of its group, last band of its group). heads: lanes of one
+    group worked off together. A group that does not fit in one band leaves partial sums in fp32.
+    """
+
+    rounds: tuple[tuple[int, int, int, int, bool, bool], ...]
+    heads: int
+    lanes: int
+    rows: int
+    cols: int
+    matrices: int
+    partial_bytes: int
+    scratch_bytes: int
+
+    @property
+    def banded(self) -> bool:
+        """Whether a group takes several bands, so that dK and dV need partial sums."""
+        return self.partial_bytes > 0
+
+
+@functools.lru_cache(maxsize=512)
+def plan_backward(
+    batch: int, q_heads: int, kv_heads: int, q_len: int, kv_len: int, head_dim: int,
+    *, itemsize: int, matrices: int, partials: int, row_tile: int, key_tile: int, limit: int,
+) -> Plan:  # fmt: skip
+    """Divide the scores of a call into rounds whose scratch stays below `limit` bytes.
+
+    matrices: 2 where both P and dS are kept, else 1. partials: fp32 sums [Nkv, D] that a banded group needs (dK, dV).
+    Whole groups per round where one fits, else bands of whole heads, else bands of rows of one head; one row tile is the
+    least, whatever the limit. Scratch never holds more than one round.
+    """
+    group = q_heads // kv_heads
+    units = batch * kv_heads
+    rows = -(-q_len // row_tile) * row_tile
+    cols = -(-kv_len // key_tile) * key_tile
+    per_row = cols * itemsize * matrices
+    per_lane = rows * per_row
+    if group * per_lane <= limit:
+        per_round = min(units, limit // (group * per_lane))
+        per_round = -(-units // -(-units // per_round))  # even rounds
+        rounds = tuple(
+            (unit * group, min(per_round, units - unit) * group, 0, q_len, True, True)
+            for unit in range(0, units, per_round)
+        )
+        lanes = per_round * group
+        return Plan(rounds, group, lanes, rows, cols, matrices, 0, lanes * per_lane)
+
+    partial_bytes = partials * kv_len * head_dim * 4
+    room = limit - partial_bytes
+    heads, band = 1, rows
+    if room >= per_lane:
+        heads = max(h for h in range(1, group + 1) if group % h == 0 and h * per_lane <= room)
+    else:
+        band = max(row_tile, room // per_row // row_tile * row_tile)
+        bands = -(-rows // band)
+        band = -(-rows // bands // row_tile) * row_tile
+    rounds_list = []
+    for unit in range(units):
+        steps = [(h, r) for h in range(0, group, heads) for r in range(0, q_len, band)]
+        for number, (head, row) in enumerate(steps):
+            first, last = number == 0, number == len(steps) - 1
+            rounds_list.append((unit * group + head, heads, row, min(row + band, q_len), first, last))
+    banded = group > heads or band < rows
+    return Plan(
+        tuple(rounds_list), heads, heads, band, cols, matrices, partial_bytes if banded else 0,
+        heads * band * per_row + (partial_bytes if banded else 0),
+    )  # fmt: skip
+
+
+def plan_for(
+    config: BackwardConfig, shape: tuple[int, int, int, int, int, int], itemsize: int, needs: tuple[bool, ...],
+    workspace_mb: int,
+) -> Plan:  # fmt: skip
+    """The plan of a call of shape (B, Hq, Hkv, Nq, Nkv, D) that needs gradients of (query, key, value)."""
+    need_q, need_k, need_v = needs
+    return plan_backward(
+        *shape,
+        itemsize=itemsize,
+        matrices=int(need_v) + int(need_q or need_k),
+        partials=int(need_k) + int(need_v),
+        row_tile=max(config.scores.block_m, config.query.block),
+        key_tile=max(config.scores.block_n, config.key.block),
+        limit=workspace_mb * 2**20,
+    )

@@ -1,0 +1,410 @@
+"""Host side of the Triton kernels: operands, addressing, rounds and launches.
+
+The only file here that sees tensors. It must not decide what is served (see `supports`) nor hold tile sizes (`configs`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ffpa_hf.kernels.common import AttentionInputs, aligned, empty_stats
+from ffpa_hf.kernels.philox import drop_threshold
+from ffpa_hf.kernels.triton import backward_kernels as device
+from ffpa_hf.kernels.triton import configs
+from ffpa_hf.kernels.triton.forward_kernel import attention_forward
+from ffpa_hf.kernels.triton.primitives import Dropout, Operand, Scores, Visibility
+
+_LOG2E = math.log2(math.e)
+_LIMIT_32 = 2**31
+_MARGIN_ROWS = 256  # a tile may compute addresses this far past the last row before masking them
+
+#: Tests set these: 64-bit addressing, and descriptors, whatever the tensors and the device are.
+FORCE_WIDE: bool | None = None
+FORCE_TMA: bool | None = None
+
+
+class Gradients(NamedTuple):
+    """What a backward call returns; None where no gradient was asked for."""
+
+    query: Tensor | None
+    key: Tensor | None
+    value: Tensor | None
+    bias: Tensor | None
+    sinks: Tensor | None
+
+
+@functools.lru_cache(maxsize=64)
+def target_of(where: torch.device) -> configs.Target:
+    """The target of a device; asks the driver once."""
+    if where.type != "cuda":
+        return configs.target_for(None)
+    return configs.target_for(torch.cuda.get_device_capability(where), torch.version.hip is not None)
+
+
+def forward(inputs: AttentionInputs) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, lse, row_stats) of one call: out like query, lse fp32 [B, Hq, Nq], row_stats fp32 [2, B, Hq, Nq] or empty."""
+    query, key, value = inputs.query, inputs.key, inputs.value
+    batch, q_heads, q_len, head_dim = query.shape
+    kv_len = key.shape[2]
+    out = torch.empty_like(query)
+    lse = torch.empty(batch, q_heads, q_len, dtype=torch.float32, device=query.device)
+    stats = empty_stats(query) if inputs.bias is None else lse.new_empty(2, batch, q_heads, q_len)
+    if lse.numel() == 0:
+        return out, lse, stats
+    if kv_len == 0:
+        return _without_keys(inputs, out, lse, stats)
+
+    target = _target(query.device)
+    config = configs.choose_forward(head_dim, q_len, target.smem_limit, query.element_size(), target.tma)
+    inner = configs.split_columns(head_dim, head_dim)
+    columns = configs.split_columns(head_dim, config.width)
+    q_boxes = (config.chunk, 0) if config.chunk else (inner.first, inner.second)
+    slope, cap, positive = _score_factors(inputs)
+    programs = batch * q_heads * -(-q_len // config.block_m) * columns.slices
+    with _on(query.device):
+        attention_forward[(programs,)](
+            _operand(query, config.block_m, q_boxes, target.tma),
+            _operand(key, config.block_n, q_boxes, target.tma),
+            _operand(value, config.block_n, (columns.first, columns.second), target.tma),
+            out, _units(out), lse, stats if stats.numel() else None, inputs.sinks,
+            _visibility(inputs), _dropout(inputs), Scores(slope, cap),
+            q_heads, inputs.group, q_len, kv_len, lse.numel(),
+            D=head_dim, D0=inner.first, D1=inner.second, CHUNK=config.chunk,
+            W0=columns.first, W1=columns.second, SLICES=columns.slices,
+            BM=config.block_m, BN=config.block_n,
+            CAUSAL=inputs.is_causal, EVEN_KV=kv_len % config.block_n == 0, POSITIVE=positive,
+            TMA=target.tma, WIDE=needs_wide(query, key, value, out, lse, inputs.mask, inputs.bias),
+            num_warps=config.num_warps, num_stages=config.num_stages,
+        )  # fmt: skip
+    return out, lse, stats
+
+
+def backward(
+    inputs: AttentionInputs,
+    out: Tensor,
+    lse: Tensor,
+    stats: Tensor,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    needs: tuple[bool, bool, bool, bool, bool],
+    workspace_mb: int,
+) -> Gradients:
+    """Gradients of (query, key, value, bias, sinks) where `needs` asks for them. Scratch stays within `workspace_mb` MiB
+    (one row tile and, where a head group takes several bands, fp32 sums of dK and dV are the least)."""
+    query, key, value = inputs.query, inputs.key, inputs.value
+    batch, q_heads, q_len, head_dim = query.shape
+    need_q, need_k, need_v, need_bias, need_sinks = needs
+    result = Gradients(
+        torch.empty_like(query) if need_q else None,
+        torch.empty_like(key) if need_k else None,
+        torch.empty_like(value) if need_v else None,
+        torch.empty_like(inputs.bias) if need_bias else None,
+        None,
+    )
+    if lse.numel() == 0 or key.shape[2] == 0:
+        for gradient in result[:4]:
+            if gradient is not None:
+                gradient.zero_()
+        return result._replace(sinks=_no_key_sinks(inputs, lse, grad_lse) if need_sinks else None)
+
+    out, grad_out = aligned(out), aligned(grad_out)
+    target = _target(query.device)
+    config = configs.choose_backward(head_dim, target.smem_limit, query.element_size(), target.tma)
+    with _on(query.device):
+        delta = _row_delta(out, grad_out, grad_lse, lse)
+        call = _Backward(inputs, lse, stats, grad_out, delta, target, config)
+        if need_q or need_k or need_v:
+            call.products(result, workspace_mb)
+        if result.bias is not None:
+            call.bias_gradient(result.bias)
+    if need_sinks:
+        result = result._replace(sinks=_sink_gradient(inputs.sinks, lse, delta))
+    return result
+
+
+class _Backward:
+    """The launches of one backward call, which share operands, masks and what the forward saved."""
+
+    def __init__(
+        self, inputs: AttentionInputs, lse: Tensor, stats: Tensor, grad_out: Tensor, delta: Tensor, target: configs.Target,
+        config: configs.BackwardConfig,
+    ) -> None:  # fmt: skip
+        self.inputs, self.grad_out, self.tma, self.config = inputs, grad_out, target.tma, config
+        self.head_dim = inputs.query.shape[3]
+        self.seen, self.dropout = _visibility(inputs), _dropout(inputs)
+        slope, cap, _ = _score_factors(inputs)
+        self.scores = Scores(slope, cap)
+        self.saved = device.Saved(lse, stats if stats.numel() else None, lse.numel(), delta)
+        self.ranges = device.QueryRanges()
+        if inputs.block_start is not None and inputs.block_end is not None:
+            strides = _plain(inputs.block_start) + _plain(inputs.block_end)
+            self.ranges = device.QueryRanges(inputs.block_start, inputs.block_end, strides)
+        self.tensors = (inputs.query, inputs.key, inputs.value, grad_out, lse, inputs.mask, inputs.bias)
+
+    def tile_operands(self, config: configs.ScoresConfig) -> tuple[Operand, Operand, Operand, Operand]:
+        """Query, key, value and grad_out as a scores tile reads them."""
+        box = (config.chunk, 0)
+        rows, keys = config.block_m, config.block_n
+        inputs = self.inputs
+        return (
+            _operand(inputs.query, rows, box, self.tma),
+            _operand(inputs.key, keys, box, self.tma),
+            _operand(inputs.value, keys, box, self.tma),
+            _operand(self.grad_out, rows, box, self.tma),
+        )
+
+    def products(self, result: Gradients, workspace_mb: int) -> None:
+        """dQ, dK and dV, round by round over one scratch."""
+        inputs, config = self.inputs, self.config
+        batch, q_heads, q_len, _ = inputs.query.shape
+        kv_heads, kv_len = inputs.key.shape[1:3]
+        shape = (batch, q_heads, kv_heads, q_len, kv_len, self.head_dim)
+        needs = tuple(gradient is not None for gradient in result[:3])
+        plan = configs.plan_for(config, shape, inputs.query.element_size(), needs, workspace_mb)
+        scratch = inputs.query.new_empty(plan.matrices, plan.lanes, 1, plan.rows, plan.cols)
+        scores_scratch = scratch[0] if needs[0] or needs[1] else None
+        weights_scratch = scratch[-1] if needs[2] else None
+        partial = torch.empty(
+            (2, 1, 1, kv_len, self.head_dim) if plan.banded else 0, dtype=torch.float32, device=scratch.device
+        )
+        wide = needs_wide(*self.tensors, *result[:3], scratch[0])
+        for bounds in plan.rounds:
+            span = _Span(*bounds, plan, q_heads, inputs.group, q_len, kv_len)
+            self._scores(span, weights_scratch, scores_scratch, wide)
+            if result.query is not None:
+                self._query_gradient(span, scores_scratch, result.query, wide)
+            if result.key is not None:
+                sums = partial[0] if plan.banded else None
+                self._key_gradient(span, scores_scratch, inputs.query, result.key, sums, inputs.scale, wide)
+            if result.value is not None:
+                sums = partial[1] if plan.banded else None
+                self._key_gradient(span, weights_scratch, self.grad_out, result.value, sums, 1.0, wide)
+
+    def _scores(self, span: _Span, weights: Tensor | None, scores: Tensor | None, wide: bool) -> None:
+        config = self.config.scores
+        tiles = -(-(span.row1 - span.row0) // config.block_m) * -(-span.kv_len // config.block_n)
+        q, k, v, go = self.tile_operands(config)
+        target = weights if scores is None else scores
+        device.backward_scores[(span.lanes * tiles,)](
+            q, k, v, go, weights, scores, _units(target),
+            self.seen, self.ranges, self.dropout, self.scores, self.saved,
+            span.lane0, span.row0, span.row1, span.plan.rows, span.plan.cols, *span.sizes,
+            D=self.head_dim, CHUNK=config.chunk, BM=config.block_m, BN=config.block_n,
+            HULL_M=max(config.block_m, self.config.query.block), HULL_N=max(config.block_n, self.config.key.block),
+            CAUSAL=self.inputs.is_causal, EVEN_KV=span.kv_len % config.block_n == 0, TMA=self.tma, WIDE=wide,
+            num_warps=config.num_warps, num_stages=config.num_stages,
+        )  # fmt: skip
+
+    def _query_gradient(self, span: _Span, scores: Tensor, gradient: Tensor, wide: bool) -> None:
+        config = self.config.query
+        columns = configs.split_columns(self.head_dim, config.width)
+        tiles = -(-(span.row1 - span.row0) // config.block)
+        device.gradient_query[(span.lanes * tiles * columns.slices,)](
+            _operand(scores, config.block, (config.step, 0), self.tma),
+            _operand(self.inputs.key, config.step, (columns.first, columns.second), self.tma),
+            gradient, _units(gradient), self.seen,
+            span.lane0, span.row0, span.row1, span.plan.rows, span.plan.cols, *span.sizes, self.inputs.scale,
+            D=self.head_dim, W0=columns.first, W1=columns.second, SLICES=columns.slices,
+            BM=config.block, BK=config.step, CAUSAL=self.inputs.is_causal, TMA=self.tma, WIDE=wide,
+            num_warps=config.num_warps, num_stages=config.num_stages,
+        )  # fmt: skip
+
+    def _key_gradient(
+        self, span: _Span, matrix: Tensor, other: Tensor, gradient: Tensor, sums: Tensor | None, factor: float,
+        wide: bool,
+    ) -> None:  # fmt: skip
+        config = self.config.key
+        columns = configs.split_columns(self.head_dim, config.width)
+        tiles = -(-span.kv_len // config.block)
+        heads = span.plan.heads
+        device.gradient_key[(span.lanes // heads * tiles * columns.slices,)](
+            _operand(matrix, config.step, (config.block, 0), self.tma),
+            _operand(other, config.step, (columns.first, columns.second), self.tma),
+            gradient, _units(gradient), sums, None if sums is None else _units(sums), self.ranges,
+            span.lane0, heads, span.row0, span.row1, span.plan.rows, span.plan.cols, *span.sizes, factor,
+            D=self.head_dim, W0=columns.first, W1=columns.second, SLICES=columns.slices,
+            BN=config.block, BK=config.step, FIRST=span.first, LAST=span.last,
+            CAUSAL=self.inputs.is_causal, TMA=self.tma, WIDE=wide,
+            num_warps=config.num_warps, num_stages=config.num_stages,
+        )  # fmt: skip
+
+    def bias_gradient(self, gradient: Tensor) -> None:
+        """The gradient of the additive bias, in the bias's own shape."""
+        config = self.config.bias
+        batch, q_heads, q_len, _ = self.inputs.query.shape
+        kv_len = self.inputs.key.shape[2]
+        own_batch, own_heads, own_rows, own_cols = gradient.shape
+        tiles = -(-own_rows // config.block_m) * -(-own_cols // config.block_n)
+        device.gradient_bias[(own_batch * own_heads * tiles,)](
+            *self.tile_operands(config), gradient, _plain(gradient),
+            self.seen, self.dropout, self.scores, self.saved,
+            own_heads, 1 if own_batch == batch else batch, 1 if own_heads == q_heads else q_heads,
+            q_heads, self.inputs.group, q_len, kv_len,
+            D=self.head_dim, CHUNK=config.chunk, BM=config.block_m, BN=config.block_n,
+            PER_ROW=own_rows == q_len, PER_KEY=own_cols == kv_len,
+            CAUSAL=self.inputs.is_causal, EVEN_KV=kv_len % config.block_n == 0,
+            TMA=self.tma, WIDE=needs_wide(*self.tensors, gradient),
+            num_warps=config.num_warps, num_stages=config.num_stages,
+        )  # fmt: skip
+
+
+class _Span(NamedTuple):
+    """One round: lanes [lane0, lane0 + lanes) and rows [row0, row1); first and last band of its head group or not."""
+
+    lane0: int
+    lanes: int
+    row0: int
+    row1: int
+    first: bool
+    last: bool
+    plan: configs.Plan
+    q_heads: int
+    group: int
+    q_len: int
+    kv_len: int
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """Hq, group, n_q, n_kv as every kernel takes them."""
+        return self.q_heads, self.group, self.q_len, self.kv_len
+
+
+def _row_delta(out: Tensor, grad_out: Tensor, grad_lse: Tensor | None, lse: Tensor) -> Tensor:
+    delta = torch.empty_like(lse)
+    q_heads, q_len = lse.shape[1:]
+    rows = 32
+    device.row_delta[(lse.shape[0] * q_heads * -(-q_len // rows),)](
+        out, grad_out, grad_lse, delta, _units(out), _units(grad_out),
+        None if grad_lse is None else _plain(grad_lse), q_heads, q_len,
+        D=out.shape[3], BM=rows, BD=128, WIDE=needs_wide(out, grad_out, lse, grad_lse), num_warps=4,
+    )  # fmt: skip
+    return delta
+
+
+def _sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """A sink takes exp(sink - lse) of each row and has no value: its score's gradient is -exp(sink - lse) * delta."""
+    alive = lse > float("-inf")
+    share = torch.where(alive, torch.exp(sinks[None, :, None] - lse), 0.0)
+    return -(share * torch.where(alive, delta, 0.0)).sum((0, 2))
+
+
+def _no_key_sinks(inputs: AttentionInputs, lse: Tensor, grad_lse: Tensor | None) -> Tensor:
+    delta = torch.zeros_like(lse) if grad_lse is None else -grad_lse
+    return _sink_gradient(inputs.sinks, lse, delta)
+
+
+def _without_keys(
+    inputs: AttentionInputs, out: Tensor, lse: Tensor, stats: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    out.zero_()
+    lse.fill_(float("-inf"))
+    if inputs.sinks is not None:
+        lse.copy_(inputs.sinks[None, :, None].expand_as(lse))
+    if stats.numel():
+        stats[0].copy_(lse * _LOG2E)
+        stats[1].zero_()
+    return out, lse, stats
+
+
+def _score_factors(inputs: AttentionInputs) -> tuple[float, float | None, bool]:
+    """slope and cap of `Scores`, and whether the slope is safely positive (so that -inf * slope stays -inf)."""
+    if inputs.softcap is None:
+        slope = inputs.scale * _LOG2E
+        return slope, None, slope > 1e-30
+    return 2.0 * _LOG2E * inputs.scale / inputs.softcap, inputs.softcap * _LOG2E, False
+
+
+def _visibility(inputs: AttentionInputs) -> Visibility:
+    fields: dict[str, Any] = {}
+    if inputs.mask is not None:
+        fields.update(mask=inputs.mask.view(torch.uint8), mask_strides=_pair_strides(inputs.mask))
+    if inputs.bias is not None:
+        fields.update(bias=inputs.bias, bias_strides=_pair_strides(inputs.bias))
+    if inputs.key_mask is not None:
+        fields.update(key_mask=inputs.key_mask.view(torch.uint8), key_mask_strides=_plain(inputs.key_mask))
+    if inputs.row_start is not None and inputs.row_end is not None:
+        strides = _plain(inputs.row_start) + _plain(inputs.row_end)
+        fields.update(row_start=inputs.row_start, row_end=inputs.row_end, row_strides=strides)
+    return Visibility(**fields)
+
+
+def _dropout(inputs: AttentionInputs) -> Dropout:
+    if inputs.rng_state is None or inputs.dropout_p == 0.0:
+        return Dropout()
+    threshold = min(drop_threshold(inputs.dropout_p), 2**32 - 1)
+    signed = threshold - 2**32 if threshold >= 2**31 else threshold
+    # p = 1 keeps nothing: a scale of 0 also removes the one word in 2^32 that reaches the largest 32-bit threshold.
+    return Dropout(inputs.rng_state, signed, 0.0 if inputs.dropout_p >= 1.0 else 1.0 / (1.0 - inputs.dropout_p))
+
+
+def _plain(tensor: Tensor) -> tuple[int, ...]:
+    """Strides in elements, 0 for a dim of size 1."""
+    return tuple(
+        0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+
+
+def _pair_strides(tensor: Tensor) -> tuple[int | None, ...]:
+    """Strides of a mask or bias; None for a row dim that is broadcast."""
+    batch, heads, rows, cols = _plain(tensor)
+    return batch, heads, rows or None, cols
+
+
+def _units(tensor: Tensor) -> tuple[int, int, int]:
+    """Strides (b, h, n) in units of 16 bytes, 0 for a dim of size 1."""
+    unit = 16 // tensor.element_size()
+    batch, heads, rows, _ = _plain(tensor)
+    return batch // unit, heads // unit, rows // unit
+
+
+def _operand(tensor: Tensor, rows: int, boxes: tuple[int, int], tma: bool) -> Operand:
+    strides = _units(tensor)
+    if not tma:
+        return Operand(tensor, tensor if boxes[1] else None, strides)
+    second = _descriptor(tensor, rows, boxes[1]) if boxes[1] else None
+    return Operand(_descriptor(tensor, rows, boxes[0]), second, strides)
+
+
+def _descriptor(tensor: Tensor, rows: int, cols: int) -> TensorDescriptor:
+    """A descriptor over [B, H, N, D]; a dim of stride 0 gets size 1, and kernels multiply its coordinate by 0."""
+    width = tensor.shape[-1]
+    shape, strides = [], []
+    for size, stride in zip(tensor.shape[:3], _plain(tensor)[:3], strict=True):
+        shape.append(size if stride else 1)
+        strides.append(stride or width)  # any multiple of 16 bytes serves a dim of size 1
+    return TensorDescriptor(tensor, [*shape, width], [*strides, 1], [1, 1, rows, cols])
+
+
+def needs_wide(*tensors: Tensor | None) -> bool:
+    """Whether some element, or an address computed just past the last row, lies 2^31 or more elements in."""
+    if FORCE_WIDE is not None:
+        return FORCE_WIDE
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        reach = 0
+        for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+            margin = _MARGIN_ROWS if dim >= tensor.dim() - 2 else 0
+            reach += (size - 1 + margin) * stride if size > 1 else 0
+        if reach >= _LIMIT_32:
+            return True
+    return False
+
+
+def _target(where: torch.device) -> configs.Target:
+    target = target_of(where)
+    return target if FORCE_TMA is None else target._replace(tma=FORCE_TMA)
+
+
+def _on(where: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Make a tensor's own GPU current, only where it is not already."""
+    if where.type != "cuda" or where.index in (None, torch.cuda.current_device()):
+        return contextlib.nullcontext()
+    return torch.cuda.device(where)
