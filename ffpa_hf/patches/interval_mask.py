@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_any_only, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from ffpa_hf.masks import RowIntervals
 
@@ -27,7 +27,8 @@ class IntervalMask(Tensor):
 
     start, end: int32 `[B or 1, Q]`, local key positions, half open. key_mask: bool `[B or 1, K]` or None. kind: one of
     `KINDS`. Slices, device moves, copies and expansion of the batch keep the intervals; every other operation sees the
-    dense bool mask. Adding it to scores (a bool mask is no additive mask) and writing into it raise NotImplementedError.
+    dense bool mask. Turning it into numbers or adding it to scores (a bool mask is no additive mask) and writing into
+    it raise NotImplementedError.
     """
 
     start: Tensor
@@ -35,7 +36,7 @@ class IntervalMask(Tensor):
     key_mask: Tensor | None
     kind: str
 
-    __slots__ = ("start", "end", "key_mask", "kind")
+    _rows: RowIntervals | None
 
     @staticmethod
     def __new__(
@@ -50,12 +51,17 @@ class IntervalMask(Tensor):
         self, start: Tensor, end: Tensor, key_mask: Tensor | None, size: tuple[int, int, int, int], kind: str = ""
     ) -> None:
         self.start, self.end, self.key_mask, self.kind = start, end, key_mask, kind
+        self._rows = None
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     def intervals(self) -> RowIntervals:
-        """The intervals, as our attention takes them."""
-        return RowIntervals(self.start, self.end, self.key_mask)
+        """The intervals, as our attention takes them; one object per mask, so that what it derives is kept."""
+        if torch.compiler.is_compiling():
+            return RowIntervals(self.start, self.end, self.key_mask)
+        if self._rows is None:
+            self._rows = RowIntervals(self.start, self.end, self.key_mask)
+        return self._rows
 
     def dense(self) -> Tensor:
         """The plain bool tensor this stands for, contiguous `[B, 1, Q, K]`; O(N^2) memory."""
@@ -108,22 +114,22 @@ def _refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     for argument, value in zip(func._schema.arguments, args, strict=False):
         if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, IntervalMask):
             raise NotImplementedError(_NO_WRITES.format(func))
-    if func.overloadpacket in _ADDITIONS and tree_any_only(_NUMBERS, _is_score, (args, kwargs)):
+    adds = func.overloadpacket in _ADDITIONS and any(_is_number(value) for value in (*args, *kwargs.values()))
+    if adds or (func is aten._to_copy.default and (kwargs.get("dtype") or torch.bool).is_floating_point):
         raise NotImplementedError(  # not TypeError: Tensor's own operators would swallow it
-            "This model adds its attention mask to the scores, but the 'ffpa' mask is a bool mask (True keeps). Its "
-            "attention does not go through transformers' attention interface: load it with "
+            "This model computes with its attention mask as with numbers, but the 'ffpa' mask is a bool mask (True "
+            "keeps): its attention does not go through transformers' attention interface. Load it with "
             "attn_implementation='eager'."
         )
 
 
 _ADDITIONS = (aten.add, aten.sub, aten.rsub)
-_NUMBERS = (Tensor, int, float)
 
 
-def _is_score(value: Any) -> bool:
-    if isinstance(value, IntervalMask):
-        return False
-    return value.dtype.is_floating_point if isinstance(value, Tensor) else not isinstance(value, bool)
+def _is_number(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.dtype.is_floating_point
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 # --- operations that keep the intervals; each returns None where it cannot ------------------------------------------
@@ -131,6 +137,14 @@ def _is_score(value: Any) -> bool:
 
 def _map(func: Any, mask: Any, *args: Any, **kwargs: Any) -> IntervalMask | None:
     return mask._like(lambda tensor: func(tensor, *args, **kwargs))
+
+
+def _alias(func: Any, mask: Any) -> IntervalMask | None:
+    if torch.compiler.is_compiling():
+        return mask._like(func)
+    alias = mask._like(lambda tensor: tensor)
+    alias._rows = mask.intervals()
+    return alias
 
 
 def _clone(func: Any, mask: Any, *, memory_format: Any = None) -> IntervalMask | None:
@@ -194,8 +208,10 @@ def _same_view(func: Any, mask: Any, size: Any) -> IntervalMask | None:
 def _copy_(func: Any, target: Any, source: Any, non_blocking: bool = False) -> IntervalMask | None:
     if not (isinstance(target, IntervalMask) and isinstance(source, IntervalMask)):
         return None
-    if target.shape != source.shape or target.kind != source.kind or (target.key_mask is None) != (
-        source.key_mask is None
+    if (
+        target.shape != source.shape
+        or target.kind != source.kind
+        or (target.key_mask is None) != (source.key_mask is None)
     ):
         return None
     pairs = [(target.start, source.start), (target.end, source.end), (target.key_mask, source.key_mask)]
@@ -208,8 +224,8 @@ def _copy_(func: Any, target: Any, source: Any, non_blocking: bool = False) -> I
 
 
 _KEEP: dict[Any, Callable[..., IntervalMask | None]] = {
-    aten.alias.default: _map,
-    aten.detach.default: _map,
+    aten.alias.default: _alias,
+    aten.detach.default: _alias,
     aten.lift_fresh.default: _map,
     aten._pin_memory.default: _map,
     aten.clone.default: _clone,
@@ -220,3 +236,21 @@ _KEEP: dict[Any, Callable[..., IntervalMask | None]] = {
     aten._unsafe_view.default: _same_view,
     aten.copy_.default: _copy_,
 }
+
+
+@torch.compiler.allow_in_graph
+def wrap(
+    start: Tensor, end: Tensor, key_mask: Tensor | None, size: tuple[int, int, int, int], kind: str
+) -> IntervalMask:
+    """`IntervalMask(...)`, also inside a graph that torch.compile traces."""
+    return IntervalMask(start, end, key_mask, size, kind)
+
+
+@torch.compiler.allow_in_graph
+def _parts(mask: IntervalMask) -> tuple[Tensor, ...]:
+    return (mask.start, mask.end) if mask.key_mask is None else (mask.start, mask.end, mask.key_mask)
+
+
+def unwrap(mask: IntervalMask) -> RowIntervals:
+    """`mask.intervals()`, also inside a graph that torch.compile traces."""
+    return RowIntervals(*_parts(mask)) if torch.compiler.is_compiling() else mask.intervals()

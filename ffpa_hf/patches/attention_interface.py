@@ -1,0 +1,370 @@
+"""What transformers calls for attn_implementation="ffpa": the mask function and the attention function.
+
+Knows transformers' calling conventions and our `attend`; imports no transformers when loaded, no kernel and no backend.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from ffpa_hf.dispatch import Route
+from ffpa_hf.functional import attend
+from ffpa_hf.masks import RowIntervals
+from ffpa_hf.patches.interval_mask import IntervalMask, unwrap
+from ffpa_hf.patches.mask_recognition import build_mask
+
+#: The name users write; it must not contain "flash", "/" or "|", which transformers treats as kernel names.
+NAME = "ffpa"
+
+_AUTO = Route()
+
+
+# --- masks ------------------------------------------------------------------------------------------------------------
+
+
+def ffpa_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    *,
+    mask_function: Callable[..., Any],
+    attention_mask: Tensor | None = None,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    config: Any = None,
+    **kwargs: Any,
+) -> Tensor:
+    """transformers' mask function for "ffpa": the mask as intervals where rows are runs of keys, else dense bool.
+
+    attention_mask: the 2-D padding mask `[B, seen]` or None; it becomes the key mask, unread. Never returns None, so
+    that no alignment has to be guessed later. Models that read their mask themselves get the form they understand.
+    """
+    form = _mask_form(config)
+    if form != "intervals":
+        from transformers.masking_utils import eager_mask, sdpa_mask
+
+        dense: Callable[..., Any] = eager_mask if form == "float" else sdpa_mask
+        return dense(
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            use_vmap=use_vmap,
+            device=device,
+            **{**kwargs, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False},
+        )
+    return build_mask(
+        mask_function,
+        batch=batch_size,
+        q_len=q_length,
+        kv_len=kv_length,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        padding=attention_mask,
+        use_vmap=use_vmap,
+        device=torch.device(device),
+        model_type=getattr(config, "model_type", ""),
+    )
+
+
+#: Model types that dispatch (or share a file with models that do) and still compute with an additive mask.
+_ADDITIVE = frozenset({"deepseek_v4", "git"})
+
+_Form = Literal["intervals", "float", "bool"]
+
+
+def _mask_form(config: Any) -> _Form:
+    """Which mask the model behind a config can read."""
+    return "intervals" if config is None else _form_of(type(config), getattr(config, "model_type", ""))
+
+
+@functools.lru_cache(maxsize=512)
+def _form_of(config_class: type, model_type: str) -> _Form:
+    if model_type in _ADDITIVE:
+        return "float"
+    module = _modeling_module(config_class)
+    if module is None:  # a model from elsewhere: an IntervalMask refuses to be added to scores
+        return "intervals"
+    if model_type == "gemma4_audio":  # its own chunked attention; which mask it takes changed between releases
+        convert = getattr(module.Gemma4AudioModel, "_convert_4d_mask_to_blocked_5d", None)
+        return "float" if convert is not None and "finfo" in convert.__code__.co_names else "bool"
+    return "intervals" if hasattr(module, "ALL_ATTENTION_FUNCTIONS") else "float"
+
+
+def _modeling_module(config_class: type) -> Any:
+    package, _, name = config_class.__module__.rpartition(".")
+    return sys.modules.get(f"{package}.{name.replace('configuration_', 'modeling_', 1)}") if package else None
+
+
+# --- attention --------------------------------------------------------------------------------------------------------
+
+
+def ffpa_attention_forward(
+    module: Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    sinks: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    indices: Tensor | None = None,
+    block_indices: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention function for "ffpa".
+
+    Args:
+        query, key, value: `[B, Hq, Q, D]`, `[B, Hkv, K, D]`, `[B, Hkv, K, Dv]`, any strides; heads group by their
+            counts.
+        attention_mask: None; an `IntervalMask`; bool (True keeps) or float (added) `[B or 1, Hq or 1, Q, K]`. With None
+            the layer is causal, top-left aligned, exactly where it is under "sdpa".
+        scaling: factor of the scores; None means 1 / sqrt(D).
+        sliding_window: already part of the mask; used where none was built.
+        softcap, s_aux or sinks `[Hq]`, position_bias `[B or 1, Hq, Q, K]`: honoured, the last two with gradients.
+        indices `[B, Q, k]`, block_indices `[B, groups, Q, k]`: the keys, or blocks of keys, that a row may see at all.
+        cu_seq_lens_q, cu_seq_lens_k: int32 `[documents + 1]`, documents packed into a batch of one; no document sees
+            another.
+
+    Returns:
+        out `[B, Q, Hq, Dv]`, contiguous, and None for the weights.
+
+    Raises NotImplementedError or ValueError for what cannot be honoured; nothing that changes the result is ignored.
+    """
+    _refuse_and_warn(module, kwargs)
+    query, key, value = _one_dtype(query, key, value)
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    mask = _Mask.read(attention_mask, query, key.shape[2], causal)
+    if attention_mask is None and sliding_window is not None:
+        mask.slide(sliding_window, causal)
+    if cu_seq_lens_q is not None and causal:
+        mask.separate(cu_seq_lens_q, cu_seq_lens_k, query.shape[0])
+    if indices is not None:
+        mask.select(_chosen(indices, key.shape[2])[:, None])
+    if block_indices is not None:
+        mask.select(_chosen_blocks(module, block_indices, query.shape[1], key.shape[2]))
+    if position_bias is not None:
+        mask.add(position_bias, query.dtype)
+    out = attend(
+        query,
+        key,
+        value,
+        attn_mask=mask.argument(),
+        dropout_p=dropout,
+        is_causal=mask.causal,
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+        softcap=softcap,
+        sinks=_sinks(s_aux if s_aux is not None else sinks, query.shape[1]),
+        route=getattr(module, "_ffpa_route", _AUTO),
+        site=module,
+    )
+    return out.transpose(1, 2).contiguous(), None
+
+
+@dataclass
+class _Mask:
+    """The mask of one call while its parts come together: plain causal, or intervals, or a tensor, or nothing."""
+
+    q_len: int
+    kv_len: int
+    device: torch.device
+    causal: bool = False
+    rows: RowIntervals | None = None
+    tensor: Tensor | None = None  # bool or additive
+
+    @classmethod
+    def read(cls, mask: Tensor | None, query: Tensor, kv_len: int, causal: bool) -> _Mask:
+        """Sort what the model handed over. Without a mask, causality follows the rule of transformers' "sdpa"."""
+        q_len = query.shape[2]
+        made = cls(q_len, kv_len, query.device)
+        if mask is None:
+            made.causal = bool(causal) and q_len > 1
+            return made
+        if mask.dim() != 4:
+            raise ValueError(
+                f"attention_mask has shape {tuple(mask.shape)} at the attention; [B or 1, Hq or 1, Q, K] is needed."
+            )
+        if mask.shape[3] > kv_len:  # a mask made for a whole static cache
+            mask = mask[..., :kv_len]
+        if not isinstance(mask, IntervalMask):
+            made.tensor = mask
+            return made
+        rows = unwrap(mask)
+        if mask.kind == "causal" and rows.key_mask is None:
+            made.causal = True
+        elif mask.kind == "full":
+            made.tensor = None if rows.key_mask is None else rows.key_mask[:, None, None, :]
+        else:
+            made.rows = rows
+        return made
+
+    def argument(self) -> RowIntervals | Tensor | None:
+        """What `attend` takes as attn_mask, beside is_causal."""
+        return self.rows if self.tensor is None else self.tensor
+
+    def slide(self, window: int, causal: bool) -> None:
+        """A layer with a window whose model built no mask; a bidirectional layer sees `window` keys on either side."""
+        if window >= self.kv_len:
+            return
+        if causal:
+            decoding = self.q_len == 1
+            self.rows = RowIntervals.sliding_window(self.q_len, self.kv_len, window, self.device, lower_right=decoding)
+            self.causal = False
+        elif self.q_len == self.kv_len:
+            self.rows = RowIntervals.sliding_window(self.q_len, self.kv_len, window + 1, self.device, causal=False)
+
+    def separate(self, cu_q: Tensor, cu_k: Tensor | None, batch: int) -> None:
+        """No document of a packed row sees another one."""
+        if batch != 1:
+            raise ValueError(
+                f"cu_seq_lens_q describes documents packed into a batch of one, but the batch is {batch}; flatten the "
+                "batch, or give an attention_mask instead."
+            )
+        documents = _documents(cu_q, cu_q if cu_k is None else cu_k, self.q_len, self.kv_len, self.device)
+        if self.tensor is not None:
+            self.select(documents.dense(self.kv_len))
+        else:
+            self.rows = documents if self._seen() is None else self._seen().intersect(documents)
+            self.causal = False
+
+    def select(self, chosen: Tensor) -> None:
+        """Keep only keys that `chosen`, bool `[B or 1, Hq or 1, Q, K]`, keeps as well."""
+        mask = self.tensor
+        if mask is None:
+            seen = self._seen()
+            mask = None if seen is None else seen.dense(self.kv_len)
+        if mask is None:
+            self.tensor = chosen
+        elif mask.dtype == torch.bool:
+            self.tensor = mask & chosen
+        else:
+            self.tensor = mask.masked_fill(~chosen, float("-inf"))
+        self.rows, self.causal = None, False
+
+    def add(self, bias: Tensor, dtype: torch.dtype) -> None:
+        """Add a position bias `[B or 1, Hq, Q, K]` to the scores, keeping its gradient."""
+        bias = bias[..., : self.kv_len]
+        mask = self.tensor
+        if bias.dtype != dtype or (mask is not None and mask.dtype not in (torch.bool, bias.dtype)):
+            bias = bias.float()
+        if mask is None:
+            seen = self._seen()
+            if seen is None:
+                self.tensor = bias
+            else:
+                self.rows, self.causal = replace(seen, bias=bias), False
+        elif mask.dtype == torch.bool:
+            self.tensor = torch.where(mask, bias, float("-inf"))
+        else:
+            self.tensor = mask.to(bias.dtype) + bias
+
+    def _seen(self) -> RowIntervals | None:
+        return RowIntervals.causal(self.q_len, self.kv_len, self.device) if self.causal else self.rows
+
+
+def _documents(cu_q: Tensor, cu_k: Tensor, q_len: int, kv_len: int, device: torch.device) -> RowIntervals:
+    """Per query row the keys of its document. Where queries were cut, their last rows are the last ones of the pack."""
+    cu_q, cu_k = cu_q.to(device, torch.int32), cu_k.to(device, torch.int32)
+    row = torch.arange(q_len, dtype=torch.int32, device=device) + (cu_q[-1] - q_len).clamp(min=0)
+    document = torch.searchsorted(cu_q[1:].contiguous(), row, right=True)
+    edges = torch.cat([cu_k, cu_k.new_full((1,), kv_len)])  # what follows the last document stands apart
+    return RowIntervals(edges[document][None], edges[document + 1][None])
+
+
+def _chosen(indices: Tensor, kv_len: int) -> Tensor:
+    """Bool `[..., kv_len]`, True at the listed positions of the last dim; negative ones list nothing."""
+    listed = indices.long()
+    listed = torch.where(listed < 0, kv_len, listed)
+    keep = torch.zeros(*listed.shape[:-1], kv_len + 1, dtype=torch.bool, device=listed.device)
+    return keep.scatter(-1, listed, True)[..., :kv_len]
+
+
+def _chosen_blocks(module: Module, block_indices: Tensor, heads: int, kv_len: int) -> Tensor:
+    """Bool `[B, Hq, Q, kv_len]` from blocks of keys chosen per group of heads, `[B, groups, Q, k]`."""
+    size = getattr(getattr(module, "indexer", None), "block_size", None)
+    if not isinstance(size, int) or block_indices.dim() != 4 or heads % block_indices.shape[1]:
+        raise NotImplementedError(
+            f"block_indices of shape {tuple(block_indices.shape)} from {type(module).__name__}, which tells no block "
+            'size that "ffpa" knows; use attn_implementation="sdpa".'
+        )
+    keep = _chosen(block_indices, -(-kv_len // size)).repeat_interleave(size, dim=-1)[..., :kv_len]
+    return keep.repeat_interleave(heads // block_indices.shape[1], dim=1)
+
+
+def _sinks(sinks: Tensor | None, heads: int) -> Tensor | None:
+    if sinks is None or sinks.dim() == 1:
+        return sinks
+    if sinks.numel() != heads:
+        raise NotImplementedError(
+            f'sinks of shape {tuple(sinks.shape)}: "ffpa" takes one logit per query head, [{heads}]; '
+            'use attn_implementation="eager".'
+        )
+    return sinks.reshape(-1)
+
+
+def _one_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Norms kept in float32 beside half-precision weights leave mixed inputs; the half type is what the model runs."""
+    if query.dtype == key.dtype == value.dtype or torch.is_autocast_enabled(query.device.type):
+        return query, key, value
+    dtypes = {query.dtype, key.dtype, value.dtype}
+    half = dtypes - {torch.float32}
+    if len(half) == 1 and half <= {torch.float16, torch.bfloat16}:
+        (dtype,) = half
+        return query.to(dtype), key.to(dtype), value.to(dtype)
+    return query, key, value  # attend says what is wrong
+
+
+def _refuse_and_warn(module: Module, kwargs: dict[str, Any]) -> None:
+    if kwargs.get("read_index") is not None or kwargs.get("write_index") is not None:
+        raise NotImplementedError(
+            f'"{NAME}" has no paged attention (continuous batching); use attn_implementation="sdpa" there.'
+        )
+    if kwargs.get("head_mask") is not None:
+        raise NotImplementedError(f'"{NAME}" takes no head_mask; use attn_implementation="eager".')
+    if torch.compiler.is_compiling():
+        return
+    if kwargs.get("output_attentions"):
+        _warn_once(
+            "output_attentions",
+            f'attn_implementation="{NAME}" has no attention weights to return: output_attentions=True gives None. Use '
+            '"eager" to see them.',
+        )
+    if module.training and not torch.is_grad_enabled():
+        if getattr(getattr(module, "config", None), "num_kv_shared_layers", 0):
+            _warn_once(
+                "reentrant",
+                "a model that shares keys and values between layers runs in training mode without gradients. If this "
+                "is reentrant gradient checkpointing, gradients through the shared keys and values are lost (with "
+                'every attn_implementation): use gradient_checkpointing_kwargs={"use_reentrant": False}.',
+            )
+
+
+_warned: set[str] = set()
+
+
+def _warn_once(topic: str, message: str) -> None:
+    if topic not in _warned:
+        _warned.add(topic)
+        warnings.warn(f"ffpa_hf: {message}", stacklevel=4)

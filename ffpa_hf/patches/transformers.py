@@ -1,0 +1,213 @@
+"""transformers: registering "ffpa", and enable / disable of one model.
+
+Imports transformers inside functions only (this may be loaded while transformers is loading). Knows how a model keeps
+its attention implementation; knows nothing of masks, kernels or backends.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.nn import Module
+
+from ffpa_hf import report
+from ffpa_hf.dispatch import Route
+from ffpa_hf.patches.attention_interface import NAME, ffpa_attention_forward, ffpa_mask
+
+# --- registration -----------------------------------------------------------------------------------------------------
+
+
+class _Absent:
+    """No entry was there before ours."""
+
+
+_ABSENT = _Absent()
+_before: dict[Any, Any] = {}  # registry class -> the entry that ours replaced
+
+
+def register() -> None:
+    """Put "ffpa" into the attention and the mask registry, both or neither. Idempotent.
+
+    An entry that another package made is replaced, with a warning, and comes back with `unregister`.
+    """
+    ours = _ours()
+    before = {registry: registry._global_mapping.get(NAME, _ABSENT) for registry in ours}
+    if all(before[registry] is function for registry, function in ours.items()):
+        return
+    foreign = [entry for registry, entry in before.items() if entry is not _ABSENT and entry is not ours[registry]]
+    if foreign:
+        names = ", ".join(f"{entry.__module__}.{getattr(entry, '__qualname__', entry)}" for entry in foreign)
+        warnings.warn(
+            f'ffpa_hf: another package registered attn_implementation="{NAME}" with transformers ({names}); it is '
+            "replaced. ffpa_hf.unregister() gives it back.",
+            stacklevel=2,
+        )
+    try:
+        for registry, function in ours.items():
+            registry.register(NAME, function)
+    except Exception:
+        _restore(before)
+        raise
+    for registry, function in ours.items():
+        if before[registry] is not function:
+            _before[registry] = before[registry]
+
+
+def unregister() -> None:
+    """Put both registries back as they were. An entry that someone else put over ours stays theirs."""
+    _restore({r: _before.get(r, _ABSENT) for r, function in _ours().items() if r._global_mapping.get(NAME) is function})
+    _before.clear()
+
+
+def _ours() -> dict[Any, Any]:
+    """Registry class -> our entry."""
+    from transformers.masking_utils import AttentionMaskInterface
+    from transformers.modeling_utils import AttentionInterface
+
+    return {AttentionInterface: ffpa_attention_forward, AttentionMaskInterface: ffpa_mask}
+
+
+def _restore(entries: dict[Any, Any]) -> None:
+    for registry, entry in entries.items():
+        if entry is _ABSENT:
+            registry._global_mapping.pop(NAME, None)
+        else:
+            registry.register(NAME, entry)
+
+
+# --- enable and disable -----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Enabled:
+    """What `enable` changed, kept on the model, so that copies of it can be disabled too."""
+
+    implementations: list[tuple[Any, str | None]] = field(default_factory=list)  # config, what it had
+    routes: list[tuple[Module, Route | None]] = field(default_factory=list)  # attention module, what it had
+
+
+def owns(obj: Any) -> bool:
+    """Whether `obj` is a transformers model, or a module (PEFT, DDP, a compiled one...) that holds one."""
+    from transformers import PreTrainedModel
+
+    return isinstance(obj, Module) and any(isinstance(module, PreTrainedModel) for module in obj.modules())
+
+
+def enable(obj: Module, route: Route, *, towers: bool = False) -> None:
+    """Switch a model's attention to "ffpa", computed by `route`; only this model changes.
+
+    towers: also switch vision and audio towers beside a text model. By default they keep what they had: their head
+    dims are small, they gain nothing. Sub-models whose attention does not go through transformers' interface always
+    keep what they had. `ffpa_hf.report(obj)` names both.
+
+    Raises ValueError where no attention of the model goes through that interface, RuntimeError where "ffpa" is not
+    registered with transformers or is someone else's.
+    """
+    from transformers import PreTrainedModel
+
+    if any(registry._global_mapping.get(NAME) is not function for registry, function in _ours().items()):
+        raise RuntimeError(
+            f'attn_implementation="{NAME}" is not ours in transformers (unregistered, or taken by another package); '
+            "call ffpa_hf.register() first."
+        )
+    if "_ffpa_enabled" in vars(obj):
+        disable(obj)
+    roots = list(_roots(obj))
+    text = {id(config) for root in roots for config in _text_configs(root.config)}
+    chosen: list[Module] = []
+    configs: dict[int, Any] = {}
+    for module in obj.modules():
+        config = getattr(module, "config", None)
+        if config is None or not _dispatches(type(module)):
+            continue
+        if towers or id(config) in text or hasattr(config, "vocab_size"):
+            chosen.append(module)
+            configs[id(config)] = config
+    if not chosen:
+        raise ValueError(
+            f"{type(obj).__name__} computes its attention itself, not through transformers' attention interface; "
+            "ffpa_hf cannot serve it."
+        )
+    serving = {id(module) for module in chosen}
+    for model in (module for module in obj.modules() if isinstance(module, PreTrainedModel)):
+        inside = [id(module) for module in model.modules() if _dispatches(type(module))]
+        if serving.intersection(inside):  # it builds masks for attention that changes
+            configs[id(model.config)] = model.config
+        elif inside:
+            report.not_accelerated(model, "a tower that gains nothing; enable(..., towers=True) switches it")
+        elif _has_attention(model):
+            report.not_accelerated(model, "computes its attention itself, not through transformers' interface")
+    state = _Enabled()
+    for config in configs.values():
+        state.implementations.append((config, config._attn_implementation))
+        _set_implementation(config, NAME)
+    for module in chosen:
+        state.routes.append((module, vars(module).get("_ffpa_route")))
+        module._ffpa_route = route  # type: ignore[assignment]
+    obj._ffpa_enabled = state  # type: ignore[assignment]
+
+
+def disable(obj: Module) -> None:
+    """Undo `enable` on the same object. Raises ValueError where it was not enabled."""
+    state = vars(obj).pop("_ffpa_enabled", None)
+    if state is None:
+        raise ValueError(f"{type(obj).__name__} was not enabled with ffpa_hf.enable; there is nothing to undo.")
+    for module, before in state.routes:
+        if before is None:
+            vars(module).pop("_ffpa_route", None)
+        else:
+            module._ffpa_route = before
+    for config, implementation in state.implementations:
+        _set_implementation(config, implementation)
+
+
+def _set_implementation(config: Any, implementation: str | None) -> None:
+    config._attn_implementation = {"": implementation}  # a dict leaves the sub-configs as they are
+
+
+def _roots(obj: Module) -> Iterator[Any]:
+    """The outermost transformers models inside `obj`."""
+    from transformers import PreTrainedModel
+
+    if isinstance(obj, PreTrainedModel):
+        yield obj
+        return
+    for child in obj.children():
+        yield from _roots(child)
+
+
+def _text_configs(config: Any) -> list[Any]:
+    """The config that a model's text part reads, with everything below it."""
+    try:
+        text = config.get_text_config()
+    except ValueError:  # several text parts: each of them has a vocabulary
+        return []
+    found, todo = [], [text]
+    while todo:
+        each = todo.pop()
+        found.append(each)
+        if each is not config:
+            todo += [sub for name in each.sub_configs if (sub := getattr(each, name, None)) is not None]
+    return found
+
+
+@functools.cache
+def _dispatches(module_class: type) -> bool:
+    """Whether a class asks transformers' registry for its attention: told by the names its methods use."""
+    return any("ALL_ATTENTION_FUNCTIONS" in names for names in _names_used(module_class))
+
+
+@functools.cache
+def _names_used(module_class: type) -> list[tuple[str, ...]]:
+    methods = (value for base in module_class.__mro__ for value in vars(base).values())
+    return [inspect.unwrap(m).__code__.co_names for m in methods if isinstance(m, types.FunctionType)]
+
+
+def _has_attention(model: Module) -> bool:
+    return any("attention" in type(module).__name__.lower() for module in model.modules())
