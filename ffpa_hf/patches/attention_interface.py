@@ -5,7 +5,6 @@ Knows transformers' calling conventions and our `attend`; imports no transformer
 
 from __future__ import annotations
 
-import functools
 import sys
 import warnings
 from collections.abc import Callable
@@ -92,7 +91,6 @@ def _mask_form(config: Any) -> _Form:
     return "intervals" if config is None else _form_of(type(config), getattr(config, "model_type", ""))
 
 
-@functools.lru_cache(maxsize=512)
 def _form_of(config_class: type, model_type: str) -> _Form:
     if model_type in _ADDITIVE:
         return "float"
