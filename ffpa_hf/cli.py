@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -63,7 +64,7 @@ def info() -> None:
 
     console = _console()
 
-    def section(title: str, rows: list[tuple[str, ...]], headings: tuple[str, ...] = ()) -> None:
+    def section(title: str, rows: Sequence[tuple[str, ...]], headings: tuple[str, ...] = ()) -> None:
         table = Table(*headings, title=title, title_justify="left", show_header=bool(headings), expand=False)
         for _ in range(0 if headings else len(rows[0])):
             table.add_column(overflow="fold")

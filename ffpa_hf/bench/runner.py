@@ -406,7 +406,7 @@ def _best(function: Callable[[], Any], device: torch.device) -> float:
 
 def matmul_tflops(device: torch.device) -> float:
     """Median rate of a square bf16 product of normal numbers (fp32 and small on a CPU)."""
-    size, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (512, torch.float32)
+    size, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (256, torch.float32)
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     out = torch.empty_like(a)
     return 2.0 * size**3 / _best(lambda: torch.mm(a, b, out=out), device) / 1e9
@@ -414,7 +414,7 @@ def matmul_tflops(device: torch.device) -> float:
 
 def copy_tb_s(device: torch.device) -> float:
     """Median rate of a copy within the device's memory, bytes read plus written."""
-    size = 1 << (30 if device.type == "cuda" else 24)
+    size = 1 << (30 if device.type == "cuda" else 22)
     source = torch.empty(size, dtype=torch.uint8, device=device).fill_(1)
     target = torch.empty_like(source)
     return 2.0 * size / _best(lambda: target.copy_(source), device) / 1e9

@@ -14,7 +14,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeGuard
 
 import torch
 
@@ -31,8 +31,8 @@ Level = Literal["run", "kin", "unrun", "self_tested"]
 
 
 class Verdict(NamedTuple):
-    """level: "run" (we ran it on this target), "kin" (the same source ran on a target like it), "self_tested" (this user's
-    self-test passed on this GPU), or "unrun", which keeps a kernel off. text: the level in words."""
+    """level: "run" (we ran it on this target), "kin" (the same source ran on a target like it), "self_tested" (this
+    user's self-test passed on this GPU), or "unrun", which keeps a kernel off. text: the level in words."""
 
     level: Level
     text: str
@@ -54,7 +54,7 @@ def target_name(capability: Sequence[int] | None, is_rocm: bool = False) -> str:
 
 @functools.cache
 def source_hash(family: str) -> str:
-    """Hash of every Python and data file of a kernel family, independent of line endings and of where it is installed."""
+    """Hash of every source and data file of a kernel family, whatever the line endings and the place it is in."""
     folder = Path(__file__).parent / _known(family)
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*")):
@@ -84,7 +84,7 @@ def shipped() -> dict[str, Any]:
 
 @torch.compiler.assume_constant_result
 def verdict(family: str, capability: tuple[int, int] | None, is_rocm: bool = False, device_name: str = "") -> Verdict:
-    """What is known about a kernel family on a GPU. capability: CUDA compute capability, None off CUDA (the interpreter).
+    """What is known about a kernel family on a GPU. capability: CUDA compute capability, None in the interpreter.
 
     Under torch.compile the answer is a constant of the graph. Raises ValueError for an unknown family.
     """
@@ -124,7 +124,7 @@ def _shipped_verdict(family: str, target: str) -> Verdict:
     return Verdict("unrun", f"never ran on {target}; `ffpa-hf selftest` on this GPU can qualify it")
 
 
-def _is_entry(kept: Any) -> bool:
+def _is_entry(kept: Any) -> TypeGuard[dict[str, Any]]:
     """Whether a kept verdict has the fields it should; a damaged one counts as none."""
     return (
         isinstance(kept, dict)
@@ -178,7 +178,7 @@ def record(results: Path, shipped_path: Path = _SHIPPED) -> str:
         raise ValueError(f"{results}: only a complete run on a GPU is recorded.")
     if content["source_hash"] != source_hash(family):
         raise ValueError(
-            f"{results}: the run tested sources {content['source_hash']}, these are {source_hash(family)}; run it again."
+            f"{results}: the run tested sources {content['source_hash']}, not {source_hash(family)}; run it again."
         )
     verdicts = json.loads(shipped_path.read_text(encoding="utf-8"))
     entry = verdicts.setdefault(family, {"source_hash": None, "ran": {}, "kin": [], "unrun": []})
@@ -195,7 +195,8 @@ def record(results: Path, shipped_path: Path = _SHIPPED) -> str:
     }
     store.write_json(shipped_path, verdicts)
     forget()
-    return f"{family} on {content['target']} ({content['device']}): {content['cases']} cases, sources {content['source_hash']}"
+    where = f"{content['target']} ({content['device']})"
+    return f"{family} on {where}: {content['cases']} cases, sources {content['source_hash']}"
 
 
 def _known(family: str) -> str:

@@ -130,10 +130,8 @@ def grid(interpreted: bool = False) -> tuple[Check, ...]:
     if interpreted:
         small = [Check(torch.float16, 64, 40, 72, heads=2, kv_heads=2), Check(torch.float32, 72, 40, 40, mask="causal")]
         for feature in _FEATURES:
-            shape = {
-                name: value // 8 + 3 for name, value in feature.items() if name in ("q_len", "kv_len") and value > 8
-            }
-            small.append(replace(Check(torch.float16, 64, 40, 40), **{**feature, **shape}))
+            shorter = {name: feature[name] // 8 + 3 for name in ("q_len", "kv_len") if feature.get(name, 0) > 8}
+            small.append(replace(Check(torch.float16, 64, 40, 40), **{**feature, **shorter}))
         return tuple(small)
     half = (torch.bfloat16, torch.float16)
     checks = [
@@ -207,12 +205,14 @@ def _layout(check: Check, normal: Callable[..., Tensor]) -> tuple[Tensor, Tensor
     q_shape, k_shape = (batch, check.heads, check.q_len, width), (batch, check.kv_heads, check.kv_len, width)
     if check.layout == "BNHD":
         query = normal(batch, check.q_len, check.heads, width).transpose(1, 2)
-        return query, *(normal(batch, check.kv_len, check.kv_heads, width).transpose(1, 2) for _ in range(2))
+        key, value = (normal(batch, check.kv_len, check.kv_heads, width).transpose(1, 2) for _ in range(2))
+        return query, key, value
     if check.layout == "fused":  # one projection holding query, key and value
         parts = normal(batch, check.q_len, 3, check.heads, width).unbind(2)
         return parts[0].transpose(1, 2), parts[1].transpose(1, 2), parts[2].transpose(1, 2)
     if check.layout == "expanded":
-        return normal(*q_shape), *(normal(1, 1, check.kv_len, width).expand(k_shape) for _ in range(2))
+        key, value = (normal(1, 1, check.kv_len, width).expand(k_shape) for _ in range(2))
+        return normal(*q_shape), key, value
     if check.layout == "unaligned":  # rows one element apart from where vector loads want them
 
         def shifted(shape: tuple[int, ...]) -> Tensor:
@@ -230,10 +230,8 @@ def _intervals(check: Check, inputs: AttentionInputs, chance: Callable[..., Tens
     elif check.mask == "lower right":
         start, end = torch.zeros_like(row), row + 1 + (kv_len - q_len)
     elif check.mask == "packed":
-        first_q, first_k = (
-            q_len // 3,
-            kv_len // 4,
-        )  # the document between them has keys and no query; the last rows none
+        # Two documents; the keys between them belong to one without queries, and the last rows to none.
+        first_q, first_k = q_len // 3, kv_len // 4
         start = torch.where(row < first_q, 0, kv_len // 2)
         end = torch.where(row < first_q, first_k, torch.where(row < q_len - 5, kv_len, 0))
     else:
@@ -243,7 +241,7 @@ def _intervals(check: Check, inputs: AttentionInputs, chance: Callable[..., Tens
     start, end = start.clamp(0, kv_len), end.clamp(0, kv_len)
     end = torch.maximum(start, end)
     inputs.row_start, inputs.row_end = start.to(torch.int32)[None], end.to(torch.int32)[None]
-    # Rows that can see each block of keys, by looking at every pair: slower than the masks' own way and independent of it.
+    # Rows that can see each block of keys, by looking at every pair: slower than the masks' own way, and not its code.
     key = torch.arange(kv_len, device=device)
     sees = (key >= start[:, None]) & (key < end[:, None])
     starts, ends = [], []
@@ -339,17 +337,17 @@ def _nan_in_new_memory() -> Iterator[None]:
     before = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
-        torch.utils.deterministic.fill_uninitialized_memory,
+        torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
     )
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
             yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        torch.utils.deterministic.fill_uninitialized_memory = before[2]
+        torch.utils.deterministic.fill_uninitialized_memory = before[2]  # type: ignore[attr-defined]
 
 
 def _distances(given: Tensor, exact: Tensor) -> tuple[float, float]:
@@ -407,8 +405,8 @@ def run_check(module: ModuleType, config: Any, check: Check, device: torch.devic
 def _allowed(problem: _Problem, check: Check) -> dict[str, tuple[float, float]]:
     """Limits by result, for the whole and for one element: twice F.sdpa's error plus rounding.
 
-    Where F.sdpa itself is far off or fails (its kernels have their own dead-row and mask faults) its error is not trusted
-    beyond a few roundings.
+    Where F.sdpa itself is far off or fails (its kernels have dead-row and mask faults of their own) its error is not
+    trusted beyond a few roundings.
     """
     rounding = _ROUNDING[check.dtype]
     try:

@@ -68,7 +68,7 @@ def prefer(call: AttentionCall) -> tuple[str, ...] | None:
 
 
 def lookup(bands: tuple[Band, ...], head_dim: int, heads: int, q_len: int, kv_len: int) -> tuple[str, ...] | None:
-    """The order of the first band that covers the head dim and heads, at its last step not beyond the shorter length."""
+    """The order of the first band covering head dim and heads, at its last step not beyond the shorter length."""
     chosen = None
     for band in bands:
         if head_dim <= band.head_dim and heads >= band.heads:
