@@ -387,6 +387,7 @@ def selftest(
         str | None, typer.Option(help="Only checks whose description contains this; keeps no verdict.")
     ] = None,
     output: Annotated[Path | None, typer.Option(help="Also write the outcome as JSON (one backend only).")] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Processes; default: half the cores, at most 8.")] = None,
 ) -> None:
     """Test our kernels on this GPU against the float64 reference, forward and backward, and keep the verdict.
 
@@ -406,15 +407,19 @@ def selftest(
         raise typer.Exit(2)
     failed = False
     for family in families:
-        failed = _selftest_family(family, target, only, output, console) or failed
+        failed = _selftest_family(family, target, only, output, jobs, console) or failed
     raise typer.Exit(1 if failed else 0)
 
 
-def _selftest_family(family: str, target: torch.device, only: str | None, output: Path | None, console: Any) -> bool:
+def _selftest_family(
+    family: str, target: torch.device, only: str | None, output: Path | None, jobs: int | None, console: Any
+) -> bool:
     """Run, print and keep one family's outcome; True where something failed."""
+    import os
+
     import torch
     from rich.console import Console
-    from rich.progress import track
+    from rich.progress import Progress
 
     from ffpa_hf.bench.results import now
     from ffpa_hf.kernels import qualification
@@ -430,9 +435,10 @@ def _selftest_family(family: str, target: torch.device, only: str | None, output
     checks = [check for check in tests.grid(target.type == "cpu") if only is None or only in str(check)]
     if not checks:
         raise typer.BadParameter(f"{only!r} matches no check.", param_hint="--only")
-    outcomes: list[tests.Outcome] = []
-    for check in track(checks, description=family, console=Console(stderr=True)):
-        outcomes += tests.run(family, target, [check])
+    jobs = jobs or (min(8, (os.cpu_count() or 1) // 2) if target.type == "cuda" else 1)
+    with Progress(console=Console(stderr=True)) as progress:
+        task = progress.add_task(family, total=len(checks))
+        outcomes = tests.run(family, target, checks, lambda outcome: progress.advance(task), jobs=jobs)
     bad = [outcome for outcome in outcomes if not outcome.passed]
     console.print(_outcomes(outcomes))
     console.print(f"{family}: {len(outcomes) - len(bad)} of {len(outcomes)} checks passed")

@@ -5,9 +5,11 @@ Calls `forward` and `backward` of `kernels/<family>` as the operators do; knows 
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import importlib
 import math
+import multiprocessing
 import time
 import warnings
 import zlib
@@ -435,16 +437,35 @@ def run(
     device: torch.device,
     checks: Sequence[Check] | None = None,
     on_check: Callable[[Outcome], None] = lambda outcome: None,
+    *,
+    jobs: int = 1,
 ) -> list[Outcome]:
     """Run a family's grid on a device. checks: None takes `grid()`, the small one off GPUs (the interpreter).
 
-    Raises ImportError where the family's compiler is not installed.
+    jobs: processes that share the checks, since compiling takes most of the time. `on_check` is called as checks end;
+    the outcomes are in the order of the checks. Raises ImportError where the family's compiler is not installed.
     """
-    module = importlib.import_module(f"ffpa_hf.kernels.{family}")
-    config = NAMES[family]
-    outcomes = []
-    for check in grid(device.type == "cpu") if checks is None else checks:
-        outcome = run_check(module, config, check, device)
-        outcomes.append(outcome)
-        on_check(outcome)
-    return outcomes
+    wanted = list(grid(device.type == "cpu") if checks is None else checks)
+    importlib.import_module(f"ffpa_hf.kernels.{family}")
+    outcomes: dict[int, Outcome] = {}
+    if jobs <= 1:
+        for index, check in enumerate(wanted):
+            outcomes[index] = _work(family, check, device)
+            on_check(outcomes[index])
+        return list(outcomes.values())
+    with concurrent.futures.ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        futures = {pool.submit(_work, family, check, device): index for index, check in enumerate(wanted)}
+        for future in concurrent.futures.as_completed(futures):
+            index = futures[future]
+            try:
+                outcomes[index] = future.result()
+            except Exception as error:  # the process died, and with it what it had still to do
+                outcomes[index] = Outcome(wanted[index], note=f"{type(error).__name__}: {error}"[:200])
+            on_check(outcomes[index])
+    return [outcomes[index] for index in range(len(wanted))]
+
+
+def _work(family: str, check: Check, device: torch.device) -> Outcome:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return run_check(importlib.import_module(f"ffpa_hf.kernels.{family}"), NAMES[family], check, device)

@@ -175,6 +175,61 @@ def test_inputs_are_the_same_on_every_run_and_differ_between_cases():
     assert not torch.equal(first.query[..., :40, :], runner.make_data(SMOKE["cpu_gqa_causal"], CPU).query[:, :2])
 
 
+# --- on a GPU ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_timed_with_memory_and_both_directions():
+    gpu = torch.device("cuda", torch.cuda.current_device())
+    case = cases.Case("gpu", 4, 1024, 1024, 128, kv_heads=2, causal=True, directions=("fwd", "bwd", "fwd+bwd"))
+    timed = providers.select(["sdpa", "ffpa_hf/auto", "ffpa_hf/triton"], gpu)
+    rows = runner.run_case(case, case.directions, timed, gpu, seconds=0.05)
+    by_key = {(row.provider, row.direction): row for row in rows}
+    for row in rows:
+        assert row.ms and row.tflops and row.relative_error < 2e-2 and row.peak_gb > 0, row
+    for provider in ("sdpa", "ffpa_hf/triton"):
+        parts = by_key[provider, "fwd"].ms + by_key[provider, "bwd"].ms
+        assert by_key[provider, "fwd+bwd"].ms == pytest.approx(parts, rel=0.5)
+    assert by_key["ffpa_hf/triton", "fwd"].note == "triton / triton"
+
+
+@pytest.mark.gpu
+def test_decoding_is_replayed_from_a_graph_over_all_sets():
+    gpu = torch.device("cuda", torch.cuda.current_device())
+    case = cases.Case("gpu_decode", 8, 1, 2048, 128, kv_heads=2, kv_sets=3, graph=True)
+    (row,) = runner.run_case(case, ("fwd",), providers.select(["ffpa_hf/triton"], gpu), gpu, seconds=0.05)
+    assert row.ms and row.ms < 5 and row.relative_error < 2e-2, row
+
+
+@pytest.mark.gpu
+def test_time_spent_by_the_host_does_not_count():
+    import time
+
+    gpu = torch.device("cuda", torch.cuda.current_device())
+    data = torch.zeros(1024, device=gpu)
+
+    class Step:
+        calls = 1
+
+        def prepare(self, count):
+            return None
+
+        def run(self, state, count):
+            for _ in range(count):
+                time.sleep(0.002)
+                data.add_(1.0)
+
+    step = Step()
+    runner.milliseconds(step, 2, gpu)
+    assert runner.milliseconds(step, 2, gpu, host_ms=2.5) < 0.5
+
+
+@pytest.mark.gpu
+def test_the_ceilings_of_a_gpu_are_plausible():
+    gpu = torch.device("cuda", torch.cuda.current_device())
+    assert 1 < runner.matmul_tflops(gpu) < 5000 and 0.05 < runner.copy_tb_s(gpu) < 20
+
+
 # --- the float64 result -----------------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -186,9 +187,20 @@ def test_triton_kernels_pass_in_the_interpreter():
         assert outcome.passed, (str(outcome.check), outcome.worst, outcome.note)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter")
+def test_processes_share_the_checks_in_order():
+    checks = [Check(torch.float16, 64, length, 16, heads=1, kv_heads=1) for length in (16, 8, 5)]
+    checks.insert(1, Check(torch.float16, 64, 16, 16, heads=3, kv_heads=2))  # not a grouping: raises
+    ended = []
+    outcomes = selftest.run("triton", CPU, checks, ended.append, jobs=2)
+    assert [outcome.check for outcome in outcomes] == checks and len(ended) == 4
+    assert [outcome.passed for outcome in outcomes] == [True, False, True, True]
+
+
 @pytest.mark.gpu
 def test_triton_kernels_pass_on_this_gpu():
-    failed = [o for o in selftest.run("triton", torch.device("cuda")) if not o.passed]
+    jobs = max(1, min(8, (os.cpu_count() or 1) // 2))
+    failed = [o for o in selftest.run("triton", torch.device("cuda"), jobs=jobs) if not o.passed]
     assert not failed, [(str(o.check), o.worst, o.note) for o in failed]
 
 
