@@ -117,6 +117,8 @@ def uninstall(module: Module) -> None:
         return
     forget(module)
     if not slot.in_place and is_ours(module.processor):
+        if slot.takes_parallel_config and slot.owner._parallel_config is not None:
+            slot.inner._parallel_config = slot.owner._parallel_config  # enable_parallelism found only us to tell
         _write(module, slot.inner)
 
 

@@ -16,6 +16,7 @@ from ffpa_hf.backends import Backend
 from ffpa_hf.dispatch import Route
 from ffpa_hf.processors import redirect
 from ffpa_hf.processors.capture import Slot, adopt, slot_of
+from ffpa_hf.processors.parallel import is_context_parallel
 from ffpa_hf.processors.redirect import Redirect, run_with_backend
 
 logger = logging.getLogger("ffpa_hf")
@@ -213,13 +214,20 @@ class FFPAAttnProcessor:
 
     def _run(self, slot: Slot, attn: Module, args: Any, kwargs: Any) -> Any:
         if slot.worker is None or not redirect.backend_registered:
+            if is_context_parallel(self._parallel_config):
+                raise NotImplementedError(
+                    f"context parallelism with {slot.class_name}, which does not use diffusers' attention dispatcher: "
+                    "each rank would attend to its own part of the sequence only."
+                )
             with Redirect(self.route, attn, slot.scale):
                 return slot.function(*args, **kwargs)
         worker, backend = slot.worker, self._attention_backend or slot.backend
         if worker._attention_backend != backend:
             worker._attention_backend = backend
-        if slot.takes_parallel_config and worker._parallel_config is not self._parallel_config:
-            worker._parallel_config = self._parallel_config
+        if slot.takes_parallel_config:  # enable_parallelism came after us, or before
+            parallel = self._parallel_config if self._parallel_config is not None else slot.inner._parallel_config
+            if worker._parallel_config is not parallel:
+                worker._parallel_config = parallel
         if slot.needs_mode:
             with Redirect(self.route, attn, slot.scale):
                 return run_with_backend(self.route, attn, worker, args, kwargs)

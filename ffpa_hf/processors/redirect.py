@@ -5,7 +5,9 @@ Knows tensors, routes and the module a call belongs to; knows no diffusers class
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -118,6 +120,21 @@ def _watched() -> bool:
     if torch._C._len_torch_function_stack() == 0:
         return False
     return any(not isinstance(mode, (Redirect, DeviceContext)) for mode in _get_current_function_mode_stack())
+
+
+def running_scope() -> tuple[Route, Module | None] | None:
+    """(route, module) of the processor that is running in this thread."""
+    return _scope.call
+
+
+@contextlib.contextmanager
+def use_scope(call: tuple[Route, Module | None] | None) -> Iterator[None]:
+    """Run as that processor would; for a backward that recomputes."""
+    before, _scope.call = _scope.call, call
+    try:
+        yield
+    finally:
+        _scope.call = before
 
 
 def run_with_backend(route: Route, site: Module, function: Any, args: Any, kwargs: Any) -> Any:

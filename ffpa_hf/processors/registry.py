@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import wrapt
 
-from ffpa_hf.processors import capture, redirect
+from ffpa_hf.processors import capture, parallel, redirect
 from ffpa_hf.processors.generic import FFPAAttnProcessor
 
 logger = logging.getLogger("ffpa_hf")
@@ -218,7 +218,7 @@ def _add_backend(module: Any, steps: list[Callable[[], None]]) -> None:
     names._member_map_[member._name_] = member
     names._value2member_map_[BACKEND] = member
     type.__setattr__(names, member._name_, member)
-    registry.register(member, constraints=[module._check_device, module._check_shape], supports_context_parallel=False)(
+    registry.register(member, constraints=[module._check_device, module._check_shape], supports_context_parallel=True)(
         _ffpa_attention
     )
     redirect.backend_registered = True
@@ -258,9 +258,19 @@ def _ffpa_attention(
         flex = module._AttentionBackendRegistry._backends[module.AttentionBackendName.FLEX]
         given = {"attn_mask": attn_mask, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
         return flex(query, key, value, **given)
-    if getattr(_parallel_config, "context_parallel_config", None) is not None:
-        raise NotImplementedError(
-            "the ffpa attention backend has no context parallelism yet; set_attention_backend('native') has Ulysses."
+    if parallel.is_context_parallel(_parallel_config):
+        return parallel.attention(
+            _dispatch()._templated_context_parallel_attention,
+            query,
+            key,
+            value,
+            attn_mask,
+            dropout_p,
+            is_causal,
+            scale,
+            enable_gqa,
+            return_lse,
+            _parallel_config,
         )
     return redirect.from_dispatch(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, return_lse)
 
