@@ -6,6 +6,7 @@ is loaded.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import sys
 from collections.abc import Iterator
@@ -71,7 +72,7 @@ def enable(
             if vae or not _is_autoencoder(model, name):
                 _accelerate(model, owner)
         if text_encoders:
-            _enable_text_encoders(obj, route)
+            _enable_text_encoders(obj, route, owner)
     except BaseException:
         disable(obj)
         raise
@@ -82,28 +83,36 @@ def disable(obj: Any) -> None:
     for model, _ in _diffusers_models(obj):
         for module in model.modules():
             inline.uninstall_inline(module)
-            capture.uninstall(module)
+            capture.disable(module)
     transformers = _transformers_patch()
     for model in _transformers_models(obj, transformers):
-        transformers.disable(model)
+        for module in model.modules():
+            inline.uninstall_inline(module)
+        with contextlib.suppress(ValueError):  # it was never enabled
+            transformers.disable(model)
 
 
 def _accelerate(model: Module, owner: FFPAAttnProcessor) -> None:
     for module in model.modules():
         if capture.holds_processor(module):
-            capture.install(module, owner)
+            capture.enable(module, owner)
         elif inline.has_inline_attention(module):
             inline.install_inline(module, owner)
 
 
-def _enable_text_encoders(obj: Any, route: Route) -> None:
+def _enable_text_encoders(obj: Any, route: Route, owner: FFPAAttnProcessor) -> None:
     transformers = _transformers_patch()
     for model in _transformers_models(obj, transformers):
         try:
             transformers.enable(model, route)
-        except (TypeError, ValueError, NotImplementedError) as refusal:
-            # One encoder that cannot switch is no reason to leave the whole pipeline; the report says so.
-            not_accelerated(model, f"text encoder: {refusal}")
+        except ValueError as refusal:
+            # One encoder that cannot switch is no reason to leave the whole pipeline: its inline attention is reached
+            # as an autoencoder's is, and where there is none the report says so.
+            inside = [module for module in model.modules() if inline.has_inline_attention(module)]
+            for module in inside:
+                inline.install_inline(module, owner)
+            if not inside:
+                not_accelerated(model, f"text encoder: {refusal}")
 
 
 # --- walking ----------------------------------------------------------------------------------------------------------

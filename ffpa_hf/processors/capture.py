@@ -36,7 +36,7 @@ class Slot:
     (in_place). function: what computes: inner, or its twin that calls F.sdpa. worker: a copy of inner whose dispatch
     names our backend, or None. needs_mode: its calls do not all go through that backend. accepts: the arguments it
     names. scale: for twins of processors that multiply by `attn.scale`. unfused: the slot from before
-    `fuse_qkv_projections`.
+    `fuse_qkv_projections`. enabled, before_enable: `ffpa_hf.enable` put owner here, over this FFPAAttnProcessor if any.
     """
 
     owner: FFPAAttnProcessor
@@ -51,6 +51,8 @@ class Slot:
     scale: float | None = None
     in_place: bool = False
     unfused: Slot | None = None
+    enabled: bool = False
+    before_enable: FFPAAttnProcessor | None = None
 
 
 def slot_of(module: Module) -> Slot | None:
@@ -105,7 +107,8 @@ def install(module: Module, owner: FFPAAttnProcessor) -> None:
     _keep(module, made)
     if made.in_place:
         kind: Any = type(current)
-        current.__class__ = accelerated_class(kind)
+        if not is_accelerated(current):  # one object may serve several modules
+            current.__class__ = accelerated_class(kind)
     else:
         _write(module, owner)
 
@@ -120,6 +123,32 @@ def uninstall(module: Module) -> None:
         if slot.takes_parallel_config and slot.owner._parallel_config is not None:
             slot.inner._parallel_config = slot.owner._parallel_config  # enable_parallelism found only us to tell
         _write(module, slot.inner)
+
+
+def enable(module: Module, owner: FFPAAttnProcessor) -> None:
+    """`install` for `ffpa_hf.enable`: `disable` gives back an FFPAAttnProcessor that somebody had set before."""
+    current, slot = getattr(module, "processor", None), slot_of(module)
+    if is_ours(current) and slot is None:
+        slot = adopt(module, current)  # type: ignore[arg-type]
+    before = None
+    if slot is not None:
+        before = slot.before_enable if slot.enabled else slot.owner
+        if not slot.in_place and not is_ours(current):
+            before = None  # the slot is left over from before somebody wrote to the attribute
+    install(module, owner)
+    made = slot_of(module)
+    if made is not None:
+        made.enabled, made.before_enable = True, before
+
+
+def disable(module: Module) -> None:
+    """Undo `enable`, or remove an FFPAAttnProcessor that was set by hand."""
+    slot = slot_of(module)
+    if slot is None or slot.before_enable is None or not (slot.in_place or is_ours(module.processor)):
+        uninstall(module)
+        return
+    before, slot.enabled, slot.before_enable = slot.before_enable, False, None
+    install(module, before)
 
 
 def forget(module: Module) -> None:
@@ -366,8 +395,9 @@ def on_set_processor(module: Module, processor: Any, original: Callable[[Module,
         # fuse_qkv_projections and load_ip_adapter replace every processor; acceleration stays on.
         install(module, slot.owner)
         made = slot_of(module)
-        if fused and made is not None:
-            made.unfused = slot
+        if made is not None:
+            made.enabled, made.before_enable = slot.enabled, slot.before_enable
+            made.unfused = slot if fused else None
 
 
 def on_set_attention_slice(module: Module, original: Callable[[], None]) -> None:
