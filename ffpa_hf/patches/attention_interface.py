@@ -151,7 +151,7 @@ def ffpa_attention_forward(
     Raises NotImplementedError or ValueError for what cannot be honoured; nothing that changes the result is ignored.
     """
     _refuse_and_warn(module, kwargs)
-    query, key, value = _one_dtype(query, key, value)
+    query, key, value = _one_dtype(module, query, key, value)
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     mask = _Mask.read(attention_mask, query, key.shape[2], causal)
     if attention_mask is None and sliding_window is not None:
@@ -322,16 +322,26 @@ def _sinks(sinks: Tensor | None, heads: int) -> Tensor | None:
     return sinks.reshape(-1)
 
 
-def _one_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Norms kept in float32 beside half-precision weights leave mixed inputs; the half type is what the model runs."""
-    if query.dtype == key.dtype == value.dtype or torch.is_autocast_enabled(query.device.type):
-        return query, key, value
+def _one_dtype(module: Module, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Norms kept in float32 beside half-precision weights leave float32 inputs; the half type is what the model runs.
+
+    Outside autocast only: under it, `attend` casts as F.sdpa does.
+    """
     dtypes = {query.dtype, key.dtype, value.dtype}
-    half = dtypes - {torch.float32}
-    if len(half) == 1 and half <= {torch.float16, torch.bfloat16}:
-        (dtype,) = half
+    if torch.float32 not in dtypes or torch.is_autocast_enabled(query.device.type):
+        return query, key, value
+    runs_in = dtypes - {torch.float32} or {_weight_dtype(module)}
+    if len(runs_in) == 1 and runs_in <= {torch.float16, torch.bfloat16}:
+        (dtype,) = runs_in
         return query.to(dtype), key.to(dtype), value.to(dtype)
-    return query, key, value  # attend says what is wrong
+    return query, key, value  # float32 throughout, or a mixture that attend refuses
+
+
+def _weight_dtype(module: Module) -> torch.dtype | None:
+    for part in module.modules():
+        if isinstance(part, torch.nn.Linear):
+            return part.weight.dtype
+    return None
 
 
 def _refuse_and_warn(module: Module, kwargs: dict[str, Any]) -> None:

@@ -16,9 +16,9 @@ from typing import Any
 
 from torch.nn import Module
 
-from ffpa_hf import report
 from ffpa_hf.dispatch import Route
 from ffpa_hf.patches.attention_interface import NAME, ffpa_attention_forward, ffpa_mask
+from ffpa_hf.report import not_accelerated
 
 # --- registration -----------------------------------------------------------------------------------------------------
 
@@ -140,9 +140,9 @@ def enable(obj: Module, route: Route, *, towers: bool = False) -> None:
         if serving.intersection(inside):  # it builds masks for attention that changes
             configs[id(model.config)] = model.config
         elif inside:
-            report.not_accelerated(model, "a tower that gains nothing; enable(..., towers=True) switches it")
+            not_accelerated(model, "a tower that gains nothing; enable(..., towers=True) switches it")
         elif _has_attention(model):
-            report.not_accelerated(model, "computes its attention itself, not through transformers' interface")
+            not_accelerated(model, "computes its attention itself, not through transformers' interface")
     state = _Enabled()
     for config in configs.values():
         state.implementations.append((config, config._attn_implementation))
@@ -205,7 +205,8 @@ def _dispatches(module_class: type) -> bool:
 
 @functools.cache
 def _names_used(module_class: type) -> list[tuple[str, ...]]:
-    methods = (value for base in module_class.__mro__ for value in vars(base).values())
+    bases = (base for base in module_class.__mro__ if base.__module__ != "transformers.modeling_utils")
+    methods = (value for base in bases for value in vars(base).values())
     return [inspect.unwrap(m).__code__.co_names for m in methods if isinstance(m, types.FunctionType)]
 
 

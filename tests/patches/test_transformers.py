@@ -147,7 +147,7 @@ def test_documents_stay_apart_under_any_mask(implementation_of_masks, models):
     (
         "family",
         "reentrant",
-    ),  # shared keys and values lose gradients in reentrant checkpoints, with every implementation
+    ),  # shared keys lose gradients in reentrant checkpoints, with every implementation
     [("llama", False), ("llama", True), ("gemma4", False), ("gemma4", True), ("gemma4_shared", False)],
 )
 def test_gradient_checkpointing_changes_nothing(family, reentrant, models):
@@ -209,7 +209,12 @@ def test_greedy_tokens_are_those_of_eager(family, cache, padding, models):
         options["cache_implementation"] = "static"
     if "chunked" in cache:
         options["prefill_chunk_size"] = 4
-    wanted = tokens_of(models(family, "eager"), padding, **options)
+    try:
+        wanted = tokens_of(models(family, "eager"), padding, **options)
+    except Exception as error:
+        if "AmbiguousGlobalPerLayer" not in type(error).__name__:
+            raise
+        pytest.skip("transformers 5.17 cannot prefill a static Gemma 4 cache in chunks, with any implementation")
     assert torch.equal(tokens_of(models(family, "ffpa"), padding, **options), wanted)
 
 
