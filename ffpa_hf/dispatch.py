@@ -164,8 +164,13 @@ def _plan(call: AttentionCall, route: Route) -> Plan:
     impossible = _impossible_pair(forward, backward, call)
     if impossible is not None and (route.strict or forward is not None and forward.name == "sdpa"):
         return _failed(call, impossible)
+    chosen: tuple[Backend, str] | Plan
     if call.batch == 0 or call.q_heads == 0 or call.q_len == 0 or call.kv_len == 0:
-        chosen: tuple[Backend, str] | Plan = (SDPABackend(), "nothing to attend to")
+        if explicit and forward is not None:
+            answer = ask(forward.name, call, forward)
+            if isinstance(answer, Refused) and answer.kind == "error":  # a wrong argument is wrong at any size
+                return _failed(call, _error(answer, call, forward.name))
+        chosen = (SDPABackend(), "nothing to attend to")
     elif explicit:
         assert forward is not None
         chosen = _explicit(call, forward)
@@ -237,7 +242,7 @@ def _automatic(
             if current.force_no_sdpa_fallback or (strict and backward is not None and backward.name != "sdpa"):
                 continue
             return config, why
-        if backward is not None and strict and not _may_pair(config, backward):
+        if backward is not None and strict and _impossible_pair(config, backward, call) is not None:
             continue
         if not requested and isinstance(config, CUDABackend) and config.quantised:
             continue

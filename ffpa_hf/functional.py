@@ -7,6 +7,7 @@ with the module it belongs to, for `ffpa_hf.report()`.
 from __future__ import annotations
 
 import math
+import sys
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -209,6 +210,8 @@ def attend(
         raise type(made.error)(*made.error.args)
     if not torch.compiler.is_compiling():
         record(made, site)
+        if settings.current().log == "debug":
+            print(made, file=sys.stderr)
         if made.fallback is not None:
             _warn_once(*made.fallback)
     out, lse = _run(prepared, made)
@@ -250,7 +253,9 @@ def _prepare(
         if isinstance(attn_mask, Tensor) and attn_mask.dim() == 3:
             attn_mask = attn_mask[:, None]
     elif rank != 4:
-        return _prepare_many_dims(query, key, value, attn_mask, dropout_p, is_causal, scale, softcap, sinks, return_lse)
+        return _prepare_many_dims(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, softcap, sinks, return_lse
+        )
     query, key, value = _broadcast(query, key, value, enable_gqa)
     batch, q_heads, q_len, head_dim = query.shape
     kv_heads, kv_len = key.shape[1], key.shape[2]
@@ -321,6 +326,7 @@ def _prepare_many_dims(
     dropout_p: float,
     is_causal: bool,
     scale: float | None,
+    enable_gqa: bool,
     softcap: float | None,
     sinks: Tensor | None,
     return_lse: bool,
@@ -330,6 +336,10 @@ def _prepare_many_dims(
     given = [name for name, argument in beyond.items() if argument is not None]
     if isinstance(attn_mask, RowIntervals):
         given.append("attn_mask (RowIntervals)")
+    elif attn_mask is not None and not isinstance(attn_mask, Tensor):
+        raise TypeError(f"attn_mask must be None or a tensor, not {type(attn_mask).__name__}.")
+    if attn_mask is not None and is_causal:
+        raise ValueError("attn_mask and is_causal=True were both given; give one.")
     if given:
         raise NotImplementedError(
             f"{', '.join(given)} with a query of {query.dim()} dimensions; reshape to [B, H, N, D] first."
@@ -349,7 +359,9 @@ def _prepare_many_dims(
         is_causal=is_causal,
         dropout_p=dropout_p,
     )
-    keywords = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
+    keywords: dict[str, Any] = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
+    if enable_gqa:
+        keywords["enable_gqa"] = True
     return _Prepared(call, None, CanonicalMask(), (query, key, value, keywords))
 
 
@@ -402,7 +414,7 @@ def _check_tensors(query: Any, key: Any, value: Any) -> tuple[Tensor, Tensor, Te
     if key.shape[-2] != value.shape[-2]:
         raise ValueError(f"key has {key.shape[-2]} positions and value {value.shape[-2]}; they must agree.")
     device_type = query.device.type
-    if torch.is_autocast_enabled(device_type):
+    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
         target = torch.get_autocast_dtype(device_type)
         query, key, value = (_autocast(tensor, target) for tensor in (query, key, value))
     if query.dtype != key.dtype or query.dtype != value.dtype:
@@ -421,7 +433,7 @@ def _autocast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _broadcast(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Views of one batch; key and value of one number of heads that divides query's. Nothing is copied."""
+    """One batch, and one number of key and value heads that divides query's; views, save where both are grouped."""
     batch = max(query.shape[0], key.shape[0], value.shape[0])
     if query.shape[0] == 0 or key.shape[0] == 0 or value.shape[0] == 0:
         batch = 0
@@ -435,12 +447,13 @@ def _broadcast(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> t
     shapes = f"query has {q_heads} heads, key {k_heads}, value {v_heads}"
     kv_heads = max(k_heads, v_heads)
     if k_heads != v_heads:
-        if min(k_heads, v_heads) != 1 and not (enable_gqa and kv_heads % max(min(k_heads, v_heads), 1) == 0):
+        if min(k_heads, v_heads) != 1 and not enable_gqa:
             raise ValueError(f"{shapes}; key and value heads must agree.")
+        kv_heads = math.lcm(k_heads, v_heads)
         key = _more_heads(key, kv_heads)
         value = _more_heads(value, kv_heads)
     if q_heads != kv_heads:
-        if q_heads == 1 and kv_heads > 1:
+        if q_heads == 1 and kv_heads > 1 and not enable_gqa:
             query, q_heads = query.expand(-1, kv_heads, -1, -1), kv_heads
         elif kv_heads != 1 and not enable_gqa:
             raise ValueError(f"{shapes}; unequal heads need enable_gqa=True (or one head to broadcast).")
@@ -509,7 +522,9 @@ class _NoContext:
 
 def _without_autocast(device_type: str) -> Any:
     """The inputs were cast already; autocast would cast the mask too, and down."""
-    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else _NoContext()
+    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return _NoContext()
 
 
 _warned: set[tuple[str, str]] = set()

@@ -173,7 +173,7 @@ def aligned(tensor: Tensor) -> Tensor:
     if good:
         return tensor
     if tensor.shape[-1] * itemsize % 16 == 0:
-        return tensor.contiguous() if not tensor.is_contiguous() or tensor.data_ptr() % 16 else tensor.clone()
+        return tensor.clone(memory_format=torch.contiguous_format)
     raise ValueError(f"head_dim {tensor.shape[-1]} of {tensor.dtype} rows is no multiple of 16 bytes.")
 
 

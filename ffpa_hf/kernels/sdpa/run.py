@@ -6,10 +6,12 @@ Must not know of other backends. Differentiable throughout; `backward` recompute
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from ffpa_hf.kernels.common import AttentionInputs
@@ -43,16 +45,32 @@ def _fused(inputs: AttentionInputs) -> Tensor:
         value = value.repeat_interleave(inputs.group, dim=1)
         grouped = False
     kwargs = {"enable_gqa": True} if grouped else {}
-    return F.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=mask,
-        dropout_p=inputs.dropout_p,
-        is_causal=inputs.is_causal,
-        scale=inputs.scale,
-        **kwargs,
-    )
+    with _right_gradients(inputs):
+        return F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            dropout_p=inputs.dropout_p,
+            is_causal=inputs.is_causal,
+            scale=inputs.scale,
+            **kwargs,
+        )
+
+
+def _right_gradients(inputs: AttentionInputs) -> AbstractContextManager[None]:
+    """Torch's math kernel where the fused one of the CPU would give wrong gradients.
+
+    That one keeps only the log-sum-exp of a row, which loses the number of keys when all scores are finite minima.
+    """
+    if inputs.bias is None or inputs.query.device.type != "cpu" or not _needs_grad(inputs):
+        return nullcontext()
+    return sdpa_kernel(SDPBackend.MATH)
+
+
+def _needs_grad(inputs: AttentionInputs) -> bool:
+    tensors = (inputs.query, inputs.key, inputs.value, inputs.bias, inputs.sinks)
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 def dense_mask(inputs: AttentionInputs) -> Tensor | None:
@@ -86,9 +104,7 @@ def _composite(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
     if rows_per_chunk >= q_len:
         out, lse = _composite_rows(inputs, key, value, 0, q_len)
         return out, lse
-    needs_grad = torch.is_grad_enabled() and any(
-        tensor is not None and tensor.requires_grad for tensor in (query, key, value, inputs.bias, inputs.sinks)
-    )
+    needs_grad = _needs_grad(inputs)
     pieces = []
     for begin in range(0, q_len, rows_per_chunk):
         end = min(q_len, begin + rows_per_chunk)
@@ -131,7 +147,7 @@ def _composite_rows(inputs: AttentionInputs, key: Tensor, value: Tensor, begin: 
         dropout_p=inputs.dropout_p,
         first_row=begin,
     )
-    return out.to(inputs.query.dtype), lse if compute == torch.float64 else lse.to(torch.float32)
+    return out.to(inputs.query.dtype), lse.to(torch.float32)
 
 
 def _nothing_to_attend(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
