@@ -1,0 +1,220 @@
+"""What the tests judge by: attention in float64 written from its definition, and a comparison that includes gradients.
+
+Must not use ffpa_hf.kernels.reference: a mistake in our own definition would hide in both.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ffpa_hf import explain, ffpa_attn_func, settings
+
+HAS_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
+
+#: ||error|| / ||truth|| that rounding alone explains, for results and inputs of a dtype.
+TOLERANCE = {torch.float64: 1e-11, torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+
+@dataclass(frozen=True)
+class Served:
+    """One backend under test in one dtype; called like `ffpa_attn_func`, and sure to be the one that ran."""
+
+    name: str
+    dtype: torch.dtype
+
+    @property
+    def is_kernel(self) -> bool:
+        return self.name != "sdpa"
+
+    def forced(self) -> Any:
+        """Kernels run whatever the size."""
+        return settings.override(force_no_sdpa_fallback=True) if self.is_kernel else nullcontext()
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, **keywords: Any) -> Any:
+        with self.forced():
+            if query.numel() and key.numel():
+                plan = explain(query, key, value, attn_mask, backend=self.name, **keywords)
+                assert plan.forward == self.name, plan
+            return ffpa_attn_func(query, key, value, attn_mask, backend=self.name, **keywords)
+
+    def randn(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.randn(*shape, device=DEVICE).to(dtype or self.dtype)
+
+    def qkv(
+        self,
+        batch: int = 2,
+        heads: int = 2,
+        rows: int = 10,
+        keys: int = 10,
+        width: int = 64,
+        kv_heads: int | None = None,
+    ) -> dict[str, Tensor]:
+        kv_heads = heads if kv_heads is None else kv_heads
+        return {
+            "query": self.randn(batch, heads, rows, width),
+            "key": self.randn(batch, kv_heads, keys, width),
+            "value": self.randn(batch, kv_heads, keys, width),
+        }
+
+
+def built_kernels() -> list[str]:
+    """Kernel backends whose folder can compute."""
+    found = []
+    for name in ("triton",):
+        module = importlib.import_module(f"ffpa_hf.kernels.{name}")
+        if hasattr(module, "supports") and hasattr(module, "forward"):
+            found.append(name)
+    return found
+
+
+def _served() -> list[Any]:
+    listed = [(Served("sdpa", torch.float32), ()), (Served("sdpa", torch.float16), ())]
+    if HAS_GPU:
+        listed.append((Served("sdpa", torch.bfloat16), ()))
+    for name in built_kernels():
+        if HAS_GPU:
+            listed += [(Served(name, dtype), ()) for dtype in (torch.float16, torch.bfloat16)]
+        else:  # the interpreter multiplies bf16 wrongly, and is slow: one dtype is enough for every day
+            listed += [(Served(name, torch.float32), ()), (Served(name, torch.float16), (pytest.mark.slow,))]
+    return [
+        pytest.param(one, id=f"{one.name}-{str(one.dtype).removeprefix('torch.')}", marks=marks)
+        for one, marks in listed
+    ]
+
+
+#: Everything that must give the same numbers.
+BACKENDS = _served()
+#: The kernels among them, for what only they promise.
+KERNELS = [one for one in BACKENDS if one.values[0].is_kernel]
+SDPA = [one for one in BACKENDS if not one.values[0].is_kernel]
+
+
+def across(names: str, values: Sequence[Any], quick: Sequence[int] = (0,), backends: list[Any] | None = None) -> Any:
+    """Parametrise over backends and `values`; interpreted kernels leave all but the `quick` ones to the slow run."""
+    cases = []
+    for one in BACKENDS if backends is None else backends:
+        for index, value in enumerate(values):
+            several = isinstance(value, tuple) and "," in names
+            slow = one.values[0].is_kernel and not HAS_GPU and index not in quick
+            label = "-".join(map(str, value)) if several else str(value)
+            cases.append(
+                pytest.param(
+                    one.values[0],
+                    *(value if several else (value,)),
+                    id=f"{one.id}-{label}",
+                    marks=(*one.marks, *((pytest.mark.slow,) if slow else ())),
+                )
+            )
+    return pytest.mark.parametrize(f"backend, {names}", cases)
+
+
+def truth(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+    *,
+    keep: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    drop: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of attention by the book. keep: bool, True for keys a row sees. drop: factors of the probabilities."""
+    heads = max(query.shape[1], key.shape[1], value.shape[1])
+    query, key, value = (t.repeat_interleave(heads // t.shape[1], 1) if t.shape[1] else t for t in (query, key, value))
+    scores = torch.einsum("bhqd,bhkd->bhqk", query, key) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if bias is not None:
+        scores = scores + bias
+    if keep is not None:
+        scores = torch.where(keep, scores, -torch.inf)
+    if sinks is not None:
+        column = sinks.reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, column], -1)
+    alive = (scores > -torch.inf).any(-1, keepdim=True)
+    scores = torch.where(alive, scores, 0.0)
+    lse = torch.logsumexp(scores, -1, keepdim=True)
+    weights = torch.where(alive, torch.softmax(scores, -1), 0.0)
+    if sinks is not None:
+        weights = weights[..., :-1]
+    if drop is not None:
+        weights = weights * drop
+    return weights @ value, torch.where(alive, lse, -torch.inf).squeeze(-1)
+
+
+def assert_close(actual: Tensor, expected: Tensor, dtype: torch.dtype, what: str = "result") -> None:
+    """`actual` is `expected` (float64) within the rounding of `dtype`, and has infinities in the same places."""
+    assert actual.shape == expected.shape, f"{what}: shape {tuple(actual.shape)}, not {tuple(expected.shape)}"
+    actual, expected = actual.detach().double().cpu(), expected.detach().double().cpu()
+    assert not actual.isnan().any(), f"{what}: NaN"
+    infinite = expected.isinf()
+    assert torch.equal(actual.isinf(), infinite), f"{what}: infinities in other places"
+    assert torch.equal(actual[infinite], expected[infinite]), f"{what}: infinities of another sign"
+    actual, expected = actual[~infinite], expected[~infinite]
+    if actual.numel() == 0:
+        return
+    tolerance = TOLERANCE[dtype]
+    error, size = (actual - expected).norm().item(), expected.norm().item()
+    assert error <= tolerance * size + 1e-12, f"{what}: relative error {error / max(size, 1e-30):.2e}"
+    worst, largest = (actual - expected).abs().max().item(), expected.abs().max().item()
+    assert worst <= 4 * tolerance * largest + 1e-12, f"{what}: worst error {worst:.2e} beside {largest:.2e}"
+
+
+def compare(
+    run: Callable[..., Any],
+    tensors: dict[str, Tensor],
+    truth_keywords: dict[str, Any] | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    needs: tuple[str, ...] | None = None,
+) -> dict[str, Tensor]:
+    """Run and differentiate; assert that output, log-sum-exp and every gradient equal the truth. Returns the gradients.
+
+    run: called with `tensors` by name, gives out or (out, lse). truth_keywords: keywords of `truth`. dtype: whose
+    rounding is allowed, query's by default. needs: names of the tensors that want a gradient, all by default.
+    """
+    dtype = dtype or tensors["query"].dtype
+    needs = tuple(tensors) if needs is None else needs
+    for name in needs:
+        if tensors[name].is_leaf:
+            tensors[name].requires_grad_()
+    exact = {name: tensor.detach().double().requires_grad_(name in needs) for name, tensor in tensors.items()}
+    result = run(**tensors)
+    out, lse = result if isinstance(result, tuple) else (result, None)
+    out_exact, lse_exact = truth(**exact, **(truth_keywords or {}))
+    assert out.dtype == tensors["query"].dtype
+    assert_close(out, out_exact, dtype, "out")
+    outputs, exact_outputs, seeds = [out], [out_exact], [torch.randn_like(out_exact)]
+    if lse is not None:
+        assert lse.dtype == torch.float32
+        assert_close(lse, lse_exact, max(dtype, torch.float32, key=lambda d: TOLERANCE[d]), "lse")
+        outputs.append(lse)
+        exact_outputs.append(lse_exact)
+        seeds.append(torch.randn_like(lse_exact))
+    if not needs:
+        return {}
+    seeds = [seed.to(given.dtype) for seed, given in zip(seeds, outputs, strict=True)]
+    wanted = [tensors[name] for name in needs]
+    found = torch.autograd.grad(outputs, wanted, seeds)
+    expected = torch.autograd.grad(
+        exact_outputs, [exact[name] for name in needs], [seed.double() for seed in seeds], materialize_grads=True
+    )
+    for name, tensor, gradient, exact_gradient in zip(needs, wanted, found, expected, strict=True):
+        assert gradient.dtype == tensor.dtype, f"gradient of {name}: {gradient.dtype}"
+        coarse = max(dtype, tensor.dtype, key=lambda d: TOLERANCE[d])
+        if exact_gradient.abs().max() < 1e-9:  # it cancels exactly, so only rounding of its terms may be left
+            assert gradient.isfinite().all() and gradient.abs().max() <= 10 * TOLERANCE[coarse], f"gradient of {name}"
+        else:
+            assert_close(gradient, exact_gradient, coarse, f"gradient of {name}")
+    return dict(zip(needs, found, strict=True))
