@@ -15,6 +15,7 @@ import triton.language as tl
 from ffpa_hf.kernels.triton.primitives import (
     BIG,
     LOG2E,
+    Operand,
     base2_scores,
     hide,
     index,
@@ -123,49 +124,13 @@ def probabilities(
 
 
 @triton.jit
-def backward_scores(
-    q, k, v, grad_out, p_out, ds_out, scratch_strides,
-    seen, ranges, dropout, scores, saved,
-    lane0, row0, row1, padded_rows, padded_cols, Hq, group, n_q, n_kv,
+def scores_tile(
+    q, k, v, grad_out, p_out, ds_out, scratch_strides, seen, dropout, scores, saved,
+    lane, i_lane, i_b, i_h, i_hkv, row, key, row0, stop, padded_rows, padded_cols, n_q, n_kv,
     D: tl.constexpr, CHUNK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    HULL_M: tl.constexpr, HULL_N: tl.constexpr,
-    CAUSAL: tl.constexpr, EVEN_KV: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
+    RANGES: tl.constexpr, EVEN_KV: tl.constexpr, CAUSAL: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """One tile of P (dropped and rescaled) and of dS, for rows [row0, row1) of the heads from lane0 on, to scratch.
-
-    p_out, ds_out: [lanes, 1, padded_rows, padded_cols] in the input dtype; either may be None. A tile is written where
-    the keys seen by its HULL_M rows reach it (dQ reads it) or the rows seeing its HULL_N keys do (dK and dV read it);
-    other tiles are left as they are. Every written tile is written whole, with zeros where nothing is visible.
-    """
-    RANGES: tl.constexpr = CAUSAL or seen.row_start is not None
-    GROUP: tl.constexpr = 8  # row tiles visited together, so that their K and V tiles are read from L2 once
-    tiles_m = tl.cdiv(row1 - row0, BM)
-    tiles_n = tl.cdiv(n_kv, BN)
-    pid = tl.program_id(0)
-    i_lane = pid // (tiles_m * tiles_n)
-    pid = pid % (tiles_m * tiles_n)
-    band = pid // (GROUP * tiles_n)
-    size = tl.minimum(tiles_m - band * GROUP, GROUP)
-    row = row0 + (band * GROUP + pid % (GROUP * tiles_n) % size) * BM
-    key = pid % (GROUP * tiles_n) // size * BN
-
-    lane = lane0 + i_lane
-    i_b = lane // Hq
-    i_h = lane % Hq
-    i_hkv = i_h // group
-
-    stop = row * 0 + D
-    if RANGES:
-        row_h = row // HULL_M * HULL_M
-        start, end = row_ranges(seen, i_b, row_h + tl.arange(0, HULL_M), n_q, n_kv, CAUSAL, WIDE)
-        lo, hi, _, _ = key_hull(seen, start, end, row_h, n_q, n_kv, HULL_M, CAUSAL)
-        first, last = query_hull(ranges, i_b, key // HULL_N * HULL_N, n_q, n_kv, HULL_N, CAUSAL, WIDE)
-        covered = (lo < key + BN) & (hi > key) & (lo < hi)
-        wanted = (first < row + BM) & (last > row) & (first < last)
-        if not (covered | wanted):
-            return
-        stop = tl.where(covered, D, 0)  # nothing visible: no product, and `hide` makes every probability 0
-
+    """Make and write one [BM, BN] tile of P and dS; the products run over the first `stop` columns of the head dim."""
     o_m = row + tl.arange(0, BM)
     o_n = key + tl.arange(0, BN)
     start, end = row_ranges(seen, i_b, o_m, n_q, n_kv, CAUSAL, WIDE)
@@ -197,13 +162,77 @@ def backward_scores(
 
 
 @triton.jit
+def backward_scores(
+    q, q_tail, q_strides, k, k_tail, k_strides, v, v_tail, v_strides,
+    grad_out, grad_out_tail, grad_out_strides,
+    p_out, ds_out, scratch_strides,
+    seen, ranges, dropout, scores, saved,
+    lane0, row0, row1, padded_rows, padded_cols, Hq, group, n_q, n_kv,
+    D: tl.constexpr, CHUNK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    HULL_M: tl.constexpr, HULL_N: tl.constexpr,
+    CAUSAL: tl.constexpr, EVEN_KV: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """One tile of P (dropped and rescaled) and of dS, for rows [row0, row1) of the heads from lane0 on, to scratch.
+
+    p_out, ds_out: [lanes, 1, padded_rows, padded_cols] in the input dtype; either may be None. A tile is written where
+    the keys seen by its HULL_M rows reach it (dQ reads it) or the rows seeing its HULL_N keys do (dK and dV read it);
+    other tiles are left as they are. Every written tile is written whole, with zeros where nothing is visible.
+    """
+    q = Operand(q, q_tail, q_strides)
+    k = Operand(k, k_tail, k_strides)
+    v = Operand(v, v_tail, v_strides)
+    grad_out = Operand(grad_out, grad_out_tail, grad_out_strides)
+    RANGES: tl.constexpr = CAUSAL or seen.row_start is not None
+    GROUP: tl.constexpr = 8  # row tiles visited together, so that their K and V tiles are read from L2 once
+    tiles_m = tl.cdiv(row1 - row0, BM)
+    tiles_n = tl.cdiv(n_kv, BN)
+    pid = tl.program_id(0)
+    i_lane = pid // (tiles_m * tiles_n)
+    pid = pid % (tiles_m * tiles_n)
+    band = pid // (GROUP * tiles_n)
+    size = tl.minimum(tiles_m - band * GROUP, GROUP)
+    row = row0 + (band * GROUP + pid % (GROUP * tiles_n) % size) * BM
+    key = pid % (GROUP * tiles_n) // size * BN
+
+    lane = lane0 + i_lane
+    i_b = lane // Hq
+    i_h = lane % Hq
+    i_hkv = i_h // group
+
+    if RANGES:
+        row_h = row // HULL_M * HULL_M
+        start, end = row_ranges(seen, i_b, row_h + tl.arange(0, HULL_M), n_q, n_kv, CAUSAL, WIDE)
+        lo, hi, _, _ = key_hull(seen, start, end, row_h, n_q, n_kv, HULL_M, CAUSAL)
+        first, last = query_hull(ranges, i_b, key // HULL_N * HULL_N, n_q, n_kv, HULL_N, CAUSAL, WIDE)
+        covered = (lo < key + BN) & (hi > key) & (lo < hi)
+        wanted = (first < row + BM) & (last > row) & (first < last)
+        # Nothing visible: no product is made, and `hide` turns every probability to 0.
+        stop = tl.where(covered, D, 0)
+        if covered | wanted:  # not an early return: Triton 3.6 loses the None fields of tuples after one
+            scores_tile(
+                q, k, v, grad_out, p_out, ds_out, scratch_strides, seen, dropout, scores, saved,
+                lane, i_lane, i_b, i_h, i_hkv, row, key, row0, stop, padded_rows, padded_cols, n_q, n_kv,
+                D, CHUNK, BM, BN, RANGES, EVEN_KV, CAUSAL, TMA, WIDE,
+            )  # fmt: skip
+    else:
+        scores_tile(
+            q, k, v, grad_out, p_out, ds_out, scratch_strides, seen, dropout, scores, saved,
+            lane, i_lane, i_b, i_h, i_hkv, row, key, row0, row * 0 + D, padded_rows, padded_cols, n_q, n_kv,
+            D, CHUNK, BM, BN, RANGES, EVEN_KV, CAUSAL, TMA, WIDE,
+        )  # fmt: skip
+
+
+@triton.jit
 def gradient_query(
-    ds, k, dq, dq_strides, seen,
+    ds, ds_tail, ds_strides, k, k_tail, k_strides,
+    dq, dq_strides, seen,
     lane0, row0, row1, padded_rows, padded_cols, Hq, group, n_q, n_kv, factor,
     D: tl.constexpr, W0: tl.constexpr, W1: tl.constexpr, SLICES: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
     CAUSAL: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """dq[rows, W0 + W1 columns] = factor * dS K over the keys that some row of the tile sees."""
+    ds = Operand(ds, ds_tail, ds_strides)
+    k = Operand(k, k_tail, k_strides)
     tiles = tl.cdiv(row1 - row0, BM)
     pid = tl.program_id(0)
     col = pid % SLICES * (W0 + W1)
@@ -236,7 +265,8 @@ def gradient_query(
 
 @triton.jit
 def gradient_key(
-    s, x, grad, grad_strides, partial, partial_strides, ranges,
+    s, s_tail, s_strides, x, x_tail, x_strides,
+    grad, grad_strides, partial, partial_strides, ranges,
     lane0, heads, row0, row1, padded_rows, padded_cols, Hq, group, n_q, n_kv, factor,
     D: tl.constexpr, W0: tl.constexpr, W1: tl.constexpr, SLICES: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     FIRST: tl.constexpr, LAST: tl.constexpr, CAUSAL: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
@@ -246,6 +276,8 @@ def gradient_key(
     dK: s is dS and x is Q; dV: s is P and x is dO. Where a group is worked off in several bands, all but the LAST leave
     their sum in partial (fp32 [1, 1, Nkv, D]) and all but the FIRST start from it.
     """
+    s = Operand(s, s_tail, s_strides)
+    x = Operand(x, x_tail, x_strides)
     tiles = tl.cdiv(n_kv, BN)
     pid = tl.program_id(0)
     col = pid % SLICES * (W0 + W1)
@@ -256,9 +288,10 @@ def gradient_key(
     i_h = lane % Hq
     i_hkv = i_h // group
     lo, hi = query_hull(ranges, i_b, key, n_q, n_kv, BN, CAUSAL, WIDE)
-    lo = tl.maximum(lo, row0) // BK * BK
+    lo = tl.maximum(lo, row0)
     hi = tl.minimum(hi, row1)
-    steps = tl.maximum(tl.cdiv(hi - lo, BK), 0)
+    steps = tl.where(lo < hi, tl.cdiv(hi, BK) - lo // BK, 0)
+    lo = lo // BK * BK
 
     acc0 = tl.zeros([BN, W0], tl.float32)
     if W1 > 0:
@@ -290,7 +323,9 @@ def gradient_key(
 
 @triton.jit
 def gradient_bias(
-    q, k, v, grad_out, dbias, dbias_strides,
+    q, q_tail, q_strides, k, k_tail, k_strides, v, v_tail, v_strides,
+    grad_out, grad_out_tail, grad_out_strides,
+    dbias, dbias_strides,
     seen, dropout, scores, saved,
     bias_heads, batches, heads, Hq, group, n_q, n_kv,
     D: tl.constexpr, CHUNK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PER_ROW: tl.constexpr,
@@ -301,6 +336,10 @@ def gradient_bias(
     Sums dS (before the cap's derivative) in fp32 over what the bias is broadcast along: `batches` and `heads` (1 where it
     has that dim), all row tiles unless PER_ROW, all key tiles unless PER_KEY. The order is fixed.
     """
+    q = Operand(q, q_tail, q_strides)
+    k = Operand(k, k_tail, k_strides)
+    v = Operand(v, v_tail, v_strides)
+    grad_out = Operand(grad_out, grad_out_tail, grad_out_strides)
     RANGES: tl.constexpr = CAUSAL or seen.row_start is not None
     tiles_m = tl.cdiv(n_q, BM)
     tiles_n = tl.cdiv(n_kv, BN)

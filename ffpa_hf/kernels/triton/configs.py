@@ -14,6 +14,8 @@ SMEM_LIMITS = (64 * 1024, 99 * 1024, 163 * 1024, 227 * 1024)
 
 #: Registers of one multiprocessor that a kernel may spend on accumulators, as fp32 values per thread.
 _MAX_ACCUMULATOR = 208
+#: The same for the backward's scores, which hold the probabilities beside the second product.
+_MAX_SCORES = 128
 
 
 class Target(NamedTuple):
@@ -151,7 +153,7 @@ def is_legal(config: ForwardConfig | BackwardConfig, head_dim: int, smem_limit: 
         parts = (config.scores, config.bias)
         fits = all(scores_smem(part, itemsize) <= smem_limit for part in parts)
         fits = fits and all(
-            part.block_m * part.block_n // (part.num_warps * 32) <= _MAX_ACCUMULATOR // 2 for part in parts
+            part.block_m * part.block_n // (part.num_warps * 32) <= _MAX_SCORES for part in parts
         )
         for part in (config.query, config.key):
             columns = split_columns(head_dim, part.width)
@@ -175,7 +177,7 @@ _FORWARD_TMA: tuple[tuple[int, ForwardConfig], ...] = (
     (64, ForwardConfig(128, 128, 0, 512, 8, 2)),
     (128, ForwardConfig(128, 128, 0, 512, 8, 2)),
     (256, ForwardConfig(128, 64, 0, 512, 8, 2)),
-    (320, ForwardConfig(128, 64, 0, 512, 8, 1)),
+    (320, ForwardConfig(64, 64, 0, 512, 4, 2)),
     (384, ForwardConfig(64, 128, 0, 512, 8, 1)),
     (512, ForwardConfig(64, 128, 0, 512, 8, 1)),
     (1024, ForwardConfig(64, 128, 64, 512, 8, 3)),
@@ -202,7 +204,7 @@ _FORWARD_FEW_ROWS: tuple[tuple[int, ForwardConfig], ...] = (
 
 _BACKWARD_TMA: tuple[BackwardConfig, ...] = (
     BackwardConfig(
-        scores=ScoresConfig(128, 128, 64, 8, 3),
+        scores=ScoresConfig(128, 128, 64, 4, 3),
         query=ProductConfig(128, 256, 64, 8, 4),
         key=ProductConfig(128, 256, 64, 8, 4),
         bias=ScoresConfig(64, 64, 64, 4, 2),

@@ -12,6 +12,7 @@ import triton.language as tl
 from ffpa_hf.kernels.triton.primitives import (
     LN2,
     LOG2E,
+    Operand,
     base2_scores,
     hide,
     index,
@@ -25,7 +26,8 @@ from ffpa_hf.kernels.triton.primitives import (
 
 @triton.jit
 def attention_forward(
-    q, k, v, out, out_strides, lse, stats, sinks,
+    q, q_tail, q_strides, k, k_tail, k_strides, v, v_tail, v_strides,
+    out, out_strides, lse, stats, sinks,
     seen, dropout, scores,
     Hq, group, n_q, n_kv, stats_size,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, CHUNK: tl.constexpr,
@@ -34,13 +36,16 @@ def attention_forward(
     CAUSAL: tl.constexpr, EVEN_KV: tl.constexpr, POSITIVE: tl.constexpr,
     TMA: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """q [B, Hq, Nq, D], k and v [B, Hkv, Nkv, D], each an `Operand`, to out [B, Hq, Nq, D].
+    """q [B, Hq, Nq, D], k and v [B, Hkv, Nkv, D], each the three fields of an `Operand`, to out [B, Hq, Nq, D].
 
     lse fp32 [B, Hq, Nq]; stats fp32 [2, B, Hq, Nq] or None (row maximum, log2 of the sum relative to it); sinks fp32
     [Hq] or None. The query width D is multiplied whole, as D0 + D1 columns, or in CHUNK columns at a time when CHUNK is
     not 0. Output columns: SLICES programs of W0 + W1 columns each, every one making the scores for itself.
     POSITIVE: scale > 0, which lets the maximum be taken before scaling.
     """
+    q = Operand(q, q_tail, q_strides)
+    k = Operand(k, k_tail, k_strides)
+    v = Operand(v, v_tail, v_strides)
     INTERVALS: tl.constexpr = seen.row_start is not None
     RANGES: tl.constexpr = CAUSAL or INTERVALS
     FOLD: tl.constexpr = POSITIVE and scores.cap is None and seen.bias is None
@@ -94,7 +99,6 @@ def attention_forward(
         else:
             first = tested
             last = stop
-        TESTED: tl.constexpr = phase != 1
         if (phase == 0 and INTERVALS) or phase == 1 or (phase == 2 and (RANGES or not EVEN_KV)):
             for n in tl.range(first, last, BN):
                 # s [BM, BN] = q k^T
@@ -113,14 +117,14 @@ def attention_forward(
 
                 o_n = n + tl.arange(0, BN)
                 if FOLD:
-                    z = hide(s, seen, i_b, i_h, o_m, o_n, start, end, n_q, n_kv, RANGES and TESTED, TESTED, WIDE)
+                    z = hide(s, seen, i_b, i_h, o_m, o_n, start, end, n_q, n_kv, RANGES and phase != 1, phase != 1, WIDE)
                     m_new = tl.maximum(m, tl.max(z, 1) * scores.slope)
                 else:
                     z, _ = base2_scores(s, scores, seen, i_b, i_h, o_m, o_n, n_q, n_kv, WIDE)
-                    z = hide(z, seen, i_b, i_h, o_m, o_n, start, end, n_q, n_kv, RANGES and TESTED, TESTED, WIDE)
+                    z = hide(z, seen, i_b, i_h, o_m, o_n, start, end, n_q, n_kv, RANGES and phase != 1, phase != 1, WIDE)
                     m_new = tl.maximum(m, tl.max(z, 1))
                 pivot = m_new
-                if TESTED or SOME_HIDDEN:  # a row may have met no key yet: keep -inf - -inf out
+                if phase != 1 or SOME_HIDDEN:  # a row may have met no key yet: keep -inf - -inf out
                     pivot = tl.where(m_new == float("-inf"), 0.0, m_new)
                 if FOLD:
                     p = tl.exp2(z * scores.slope - pivot[:, None])

@@ -70,9 +70,9 @@ def forward(inputs: AttentionInputs) -> tuple[Tensor, Tensor, Tensor]:
     programs = batch * q_heads * -(-q_len // config.block_m) * columns.slices
     with _on(query.device):
         attention_forward[(programs,)](
-            _operand(query, config.block_m, q_boxes, target.tma),
-            _operand(key, config.block_n, q_boxes, target.tma),
-            _operand(value, config.block_n, (columns.first, columns.second), target.tma),
+            *_operand(query, config.block_m, q_boxes, target.tma),
+            *_operand(key, config.block_n, q_boxes, target.tma),
+            *_operand(value, config.block_n, (columns.first, columns.second), target.tma),
             out, _units(out), lse, stats if stats.numel() else None, inputs.sinks,
             _visibility(inputs), _dropout(inputs), Scores(slope, cap),
             q_heads, inputs.group, q_len, kv_len, lse.numel(),
@@ -148,16 +148,16 @@ class _Backward:
             self.ranges = device.QueryRanges(inputs.block_start, inputs.block_end, strides)
         self.tensors = (inputs.query, inputs.key, inputs.value, grad_out, lse, inputs.mask, inputs.bias)
 
-    def tile_operands(self, config: configs.ScoresConfig) -> tuple[Operand, Operand, Operand, Operand]:
-        """Query, key, value and grad_out as a scores tile reads them."""
+    def tile_operands(self, config: configs.ScoresConfig) -> tuple[Any, ...]:
+        """The fields of query, key, value and grad_out as a scores tile reads them."""
         box = (config.chunk, 0)
         rows, keys = config.block_m, config.block_n
         inputs = self.inputs
         return (
-            _operand(inputs.query, rows, box, self.tma),
-            _operand(inputs.key, keys, box, self.tma),
-            _operand(inputs.value, keys, box, self.tma),
-            _operand(self.grad_out, rows, box, self.tma),
+            *_operand(inputs.query, rows, box, self.tma),
+            *_operand(inputs.key, keys, box, self.tma),
+            *_operand(inputs.value, keys, box, self.tma),
+            *_operand(self.grad_out, rows, box, self.tma),
         )
 
     def products(self, result: Gradients, workspace_mb: int) -> None:
@@ -190,10 +190,9 @@ class _Backward:
     def _scores(self, span: _Span, weights: Tensor | None, scores: Tensor | None, wide: bool) -> None:
         config = self.config.scores
         tiles = -(-(span.row1 - span.row0) // config.block_m) * -(-span.kv_len // config.block_n)
-        q, k, v, go = self.tile_operands(config)
         target = weights if scores is None else scores
         device.backward_scores[(span.lanes * tiles,)](
-            q, k, v, go, weights, scores, _units(target),
+            *self.tile_operands(config), weights, scores, _units(target),
             self.seen, self.ranges, self.dropout, self.scores, self.saved,
             span.lane0, span.row0, span.row1, span.plan.rows, span.plan.cols, *span.sizes,
             D=self.head_dim, CHUNK=config.chunk, BM=config.block_m, BN=config.block_n,
@@ -207,8 +206,8 @@ class _Backward:
         columns = configs.split_columns(self.head_dim, config.width)
         tiles = -(-(span.row1 - span.row0) // config.block)
         device.gradient_query[(span.lanes * tiles * columns.slices,)](
-            _operand(scores, config.block, (config.step, 0), self.tma),
-            _operand(self.inputs.key, config.step, (columns.first, columns.second), self.tma),
+            *_operand(scores, config.block, (config.step, 0), self.tma),
+            *_operand(self.inputs.key, config.step, (columns.first, columns.second), self.tma),
             gradient, _units(gradient), self.seen,
             span.lane0, span.row0, span.row1, span.plan.rows, span.plan.cols, *span.sizes, self.inputs.scale,
             D=self.head_dim, W0=columns.first, W1=columns.second, SLICES=columns.slices,
@@ -225,8 +224,8 @@ class _Backward:
         tiles = -(-span.kv_len // config.block)
         heads = span.plan.heads
         device.gradient_key[(span.lanes // heads * tiles * columns.slices,)](
-            _operand(matrix, config.step, (config.block, 0), self.tma),
-            _operand(other, config.step, (columns.first, columns.second), self.tma),
+            *_operand(matrix, config.step, (config.block, 0), self.tma),
+            *_operand(other, config.step, (columns.first, columns.second), self.tma),
             gradient, _units(gradient), sums, None if sums is None else _units(sums), self.ranges,
             span.lane0, heads, span.row0, span.row1, span.plan.rows, span.plan.cols, *span.sizes, factor,
             D=self.head_dim, W0=columns.first, W1=columns.second, SLICES=columns.slices,
@@ -365,6 +364,7 @@ def _units(tensor: Tensor) -> tuple[int, int, int]:
 
 
 def _operand(tensor: Tensor, rows: int, boxes: tuple[int, int], tma: bool) -> Operand:
+    """Spread over three arguments at a launch: Triton 3.6 takes no descriptor inside a tuple."""
     strides = _units(tensor)
     if not tma:
         return Operand(tensor, tensor if boxes[1] else None, strides)
