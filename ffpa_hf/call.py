@@ -67,6 +67,17 @@ class AttentionCall:
             return f"a {_short(bias_dtype)} bias beside {_short(self.dtype)} inputs"
         return None
 
+    def sdpa_composite(self) -> str | None:
+        """What the SDPA backend's plain-torch route is needed for; None where F.sdpa serves.
+
+        torch's fused kernels keep only the log-sum-exp of a row, which loses the number of keys when all scores are
+        finite minima: their gradients are wrong there. float16's minimum is too small for that.
+        """
+        lacking = self.sdpa_expresses()
+        if lacking is None and self.has_bias and self.needs_grad and self.dtype != torch.float16:
+            return "right gradients for rows of finite minima"
+        return lacking
+
     def shape_text(self) -> str:
         """Shapes, dtype and mask in one line, for tables and messages."""
         heads = f"{self.q_heads}" if self.q_heads == self.kv_heads else f"{self.q_heads}:{self.kv_heads}"

@@ -113,6 +113,12 @@ def ask(name: str, call: AttentionCall, config: Backend | None = None, *, backwa
         if not getattr(current, f"{name}_allow_small_d"):
             return refuse("small head dim", "fallback", ValueError, "head_dim {} and FFPA_{}_ALLOW_SMALL_D=0",
                           call.head_dim, name.upper())  # fmt: skip
+    if isinstance(answer, Accepted) and name in KERNELS and call.device_type == "cuda":
+        if not current.allow_unqualified:  # the interpreter needs no verdict
+            verdict = _qualification().verdict(name, call.capability, call.is_rocm, call.device_name)
+            if not verdict.qualified:
+                return refuse("unqualified", "unqualified", RuntimeError, "the {} kernels are not qualified here: {}",
+                              name, verdict.text)  # fmt: skip
     return answer
 
 
@@ -125,6 +131,11 @@ def short_sequence(name: str, call: AttentionCall) -> Refused | None:
         return refuse("short sequence", "fallback", ValueError, "{} queries by {} keys is short: kernels start at {}",
                       call.q_len, call.kv_len, SHORT_LENGTH)  # fmt: skip
     return None
+
+
+@functools.cache
+def _qualification():
+    return importlib.import_module("ffpa_hf.kernels.qualification")  # it loads dynamo, so not with the package
 
 
 @functools.cache
@@ -185,7 +196,7 @@ def _plan(call: AttentionCall, route: Route) -> Plan:
     else:
         config, reason = chosen
         fallback = None
-    composite = config.name == "sdpa" and call.sdpa_expresses() is not None
+    composite = config.name == "sdpa" and call.sdpa_composite() is not None
     backward_config, backward_reason, problem = _backward(call, config, backward, route.strict)
     if problem is not None and call.needs_grad:
         return _failed(call, problem)
@@ -266,17 +277,20 @@ def _auto_order(call: AttentionCall) -> tuple[tuple[str, str], ...]:
         if settings.current().force_no_sdpa_fallback:
             return tuple((name, "the only kind of kernel here") for name in KERNELS)
         return (("sdpa", "no kernel for tensors on " + call.device_type),)
-    measured = _measured(call)
-    if measured is not None:
-        return tuple((name, "fastest as measured on this GPU model") for name in measured)
-    if call.sdpa_expresses() is None and call.head_dim <= SMALL_HEAD_DIM:
-        return (("sdpa", "head dims up to 256 are torch's strength, and nothing was measured here"),) + tuple(
-            (name, "SDPA is not allowed") for name in KERNELS
-        )
     names = KERNELS if call.capability is not None and call.capability[0] == 9 else ("triton", "cute", "cuda")
-    why = "head dims above 256 have no fast kernel in torch"
     if call.sdpa_expresses() is not None:
         why = "F.sdpa cannot express the call"
+    elif call.has_bias and call.dtype != torch.float16:
+        why = "torch's fused kernels lose the gradient of rows whose scores are all finite minima"
+    else:
+        measured = _measured(call)
+        if measured is not None:
+            return tuple((name, "fastest as measured on this GPU model") for name in measured)
+        if call.head_dim <= SMALL_HEAD_DIM:
+            return (("sdpa", "head dims up to 256 are torch's strength, and nothing was measured here"),) + tuple(
+                (name, "SDPA is not allowed") for name in KERNELS
+            )
+        why = "head dims above 256 have no fast kernel in torch"
     return tuple((name, why) for name in names) + (("sdpa", "no kernel serves this call"),)
 
 

@@ -13,7 +13,7 @@ __all__ = ["backward", "forward", "supports"]
 
 def supports(call, config=None, *, backward: bool = False) -> Answer:
     """SDPA serves every legal call; the note says by which of its two routes."""
-    lacking = call.sdpa_expresses()
+    lacking = call.sdpa_composite()
     if lacking is None:
         return Accepted("F.scaled_dot_product_attention")
     return Accepted(f"chunked plain torch, since F.scaled_dot_product_attention cannot give {lacking}")

@@ -6,12 +6,10 @@ Must not know of other backends. Differentiable throughout; `backward` recompute
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from ffpa_hf.kernels.common import AttentionInputs
@@ -19,6 +17,8 @@ from ffpa_hf.kernels.reference import attention
 
 #: Head dim up to which F.sdpa has a fused kernel that takes fewer key heads than query heads.
 _FUSED_GQA_HEAD_DIM = 256
+#: A bias below which no score is seen any more in float32, and which stays finite times log2(e).
+_ABSORBING = -1e30
 #: Score elements that the composite holds at once (fp32: 256 MiB).
 _CHUNK_ELEMENTS = 1 << 26
 
@@ -45,27 +45,34 @@ def _fused(inputs: AttentionInputs) -> Tensor:
         value = value.repeat_interleave(inputs.group, dim=1)
         grouped = False
     kwargs = {"enable_gqa": True} if grouped else {}
-    with _right_gradients(inputs):
-        return F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=mask,
-            dropout_p=inputs.dropout_p,
-            is_causal=inputs.is_causal,
-            scale=inputs.scale,
-            **kwargs,
-        )
+    scale = inputs.scale
+    if scale == 0.0:  # flash and cuDNN answer NaN
+        query, scale = query * 0.0, 1.0
+    if mask is not None and query.device.type == "cuda":
+        mask = _fused_mask(mask, query.dtype)
+    return F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        dropout_p=inputs.dropout_p,
+        is_causal=inputs.is_causal,
+        scale=scale,
+        **kwargs,
+    )
 
 
-def _right_gradients(inputs: AttentionInputs) -> AbstractContextManager[None]:
-    """Torch's math kernel where the fused one of the CPU would give wrong gradients.
+def _fused_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask in the one form that every fused CUDA kernel of torch answers rightly (seen on an H200, torch 2.11).
 
-    That one keeps only the log-sum-exp of a row, which loses the number of keys when all scores are finite minima.
+    cuDNN lets rows without keys see something under a bool mask, not under minus infinities. Mem-efficient and cuDNN
+    multiply by log2(e), which turns finite minima into minus infinity: -1e30 stays finite and absorbs any score as well.
     """
-    if inputs.bias is None or inputs.query.device.type != "cpu" or not _needs_grad(inputs):
-        return nullcontext()
-    return sdpa_kernel(SDPBackend.MATH)
+    if mask.dtype == torch.bool:
+        return torch.where(mask, 0.0, float("-inf")).to(dtype)
+    if mask.dtype == torch.float16:
+        return mask
+    return torch.where(mask == float("-inf"), mask, mask.clamp(min=_ABSORBING))
 
 
 def _needs_grad(inputs: AttentionInputs) -> bool:
@@ -181,7 +188,7 @@ def backward(
     }
     fields = {name: getattr(inputs, name) for name in inputs.__dataclass_fields__} | leaves
     composite = grad_lse is not None or inputs.softcap is not None or inputs.sinks is not None
-    composite = composite or (inputs.bias is not None and inputs.bias.dtype != inputs.query.dtype)
+    composite = composite or inputs.bias is not None
     with torch.enable_grad():
         out, lse = forward(AttentionInputs(**fields), composite=composite)
         outputs, grads = [out], [grad_out]
