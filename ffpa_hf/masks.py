@@ -128,10 +128,12 @@ class RowIntervals:
         causal and window (left, right; -1 is unbounded) are aligned to the bottom right of each document, as flash_attn
         defines them. Rows after the last document see nothing.
         """
+        if cu_seqlens_q.shape[0] < 2:
+            return cls.full(q_len, 0, cu_seqlens_q.device)
         row = torch.arange(q_len, dtype=torch.int32, device=cu_seqlens_q.device)
         cu_q, cu_k = cu_seqlens_q.to(torch.int32), cu_seqlens_k.to(torch.int32)
         document = torch.searchsorted(cu_q[1:].contiguous(), row, right=True, out_int32=True)
-        known = document.clamp(max=max(cu_q.shape[0] - 2, 0)).long()
+        known = document.clamp(max=cu_q.shape[0] - 2).long()
         inside = row < cu_q[-1]
         begin, finish = cu_k[known], cu_k[known + 1]
         diagonal = finish - (cu_q[known + 1] - row)  # the key in line with this row, bottom-right aligned
