@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -36,7 +37,7 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def load(args: argparse.Namespace) -> tuple[torch.nn.Module, list[int]]:
+def load(args: argparse.Namespace) -> tuple[Any, list[int]]:
     """The model, and the whole text as token ids; bytes are the tokens of the small model."""
     text = args.text.read_bytes() if args.text else read_text()
     if args.model:
@@ -61,10 +62,10 @@ def main() -> None:
     count = len(tokens) // args.length
     if count < args.batch:
         raise SystemExit(f"{len(tokens)} tokens are less than one batch of {args.batch} x {args.length}.")
-    sequences = torch.tensor(tokens[: count * args.length]).view(count, args.length)
+    sequences: Any = torch.tensor(tokens[: count * args.length]).view(count, args.length)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=args.learning_rate)
-    loader = DataLoader(sequences, batch_size=args.batch, shuffle=True, drop_last=True)
+    loader: Any = DataLoader(sequences, batch_size=args.batch, shuffle=True, drop_last=True)
     model, optimizer, loader = accelerator.prepare(model.train(), optimizer, loader)
 
     step = 0

@@ -70,7 +70,7 @@ def decode(text: str) -> Backend:
     return _CONFIGS[name](**values)
 
 
-_DEFAULTS = {
+_DEFAULTS: dict[str, tuple[tuple[str, Any], ...]] = {
     name: tuple((field.name, field.default) for field in dataclasses.fields(kind)) for name, kind in _CONFIGS.items()
 }
 

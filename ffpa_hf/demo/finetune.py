@@ -263,7 +263,8 @@ def _gradient_check(
                 loss = model(input_ids=tokens, labels=tokens).loss
             loss.backward()
         advance(f"first gradient with {implementation}" + (" in fp64" if exact else ""))
-        return torch.cat([parameter.grad.double().flatten() for parameter in model.parameters()])
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        return torch.cat([part.double().flatten() for part in gradients])
 
     truth = gradient("sdpa", exact=True)
     errors = {name: ((gradient(name) - truth).norm() / truth.norm()).item() for name in ("sdpa", "ffpa")}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -51,7 +52,7 @@ def load_photograph(size: int) -> Tensor:
     return pixels.permute(2, 0, 1).unsqueeze(0) / 127.5 - 1
 
 
-def build_autoencoder(channels: tuple[int, ...] = (128, 256, 512, 512), seed: int = 0) -> torch.nn.Module:
+def build_autoencoder(channels: tuple[int, ...] = (128, 256, 512, 512), seed: int = 0) -> Any:
     """AutoencoderKL of the Stable Diffusion family with random weights drawn from `seed`; fp32, in eval mode."""
     from diffusers import AutoencoderKL
 
@@ -88,9 +89,9 @@ def run_photo(
     vae = build_autoencoder(channels, seed).to(device)
     vae = vae if on_cpu else vae.bfloat16()
     photograph = load_photograph(size).to(device, dtype)
-    names = [name.removesuffix(".processor") for name in vae.attn_processors]  # type: ignore[attr-defined]
+    names = [name.removesuffix(".processor") for name in vae.attn_processors]
     modules = [(name, vae.get_submodule(name)) for name in names]
-    own_processors = dict(vae.attn_processors)  # type: ignore[attr-defined]
+    own_processors = dict(vae.attn_processors)
     shared = ffpa_hf.FFPAAttnProcessor()
 
     def timed(what: str) -> tuple[Tensor, float, SiteClock]:
@@ -104,13 +105,13 @@ def run_photo(
         ffpa_hf.disable(vae)
         default, default_seconds, default_clock = timed(f"diffusers' processors, {turn}")
         reset()
-        vae.set_attn_processor(shared)  # type: ignore[attr-defined]
+        vae.set_attn_processor(shared)
         ours, ffpa_seconds, ffpa_clock = timed(f"FFPAAttnProcessor, {turn}")
     checks = [every_call_counted("VAE", vae, names, ffpa_clock)]
     sites = sites_of("VAE", vae, default_clock, ffpa_clock)
 
     ffpa_hf.disable(vae)
-    restored = vae.attn_processors  # type: ignore[attr-defined]
+    restored = vae.attn_processors
     kept = sum(restored[name] is processor for name, processor in own_processors.items())
     checks.append(
         Check(
@@ -149,9 +150,9 @@ def run_photo(
 
 
 @torch.no_grad()
-def _through(vae: torch.nn.Module, photograph: Tensor) -> Tensor:
-    latents = vae.encode(photograph).latent_dist.mode()  # type: ignore[operator]
-    return vae.decode(latents).sample  # type: ignore[operator]
+def _through(vae: Any, photograph: Tensor) -> Tensor:
+    latents = vae.encode(photograph).latent_dist.mode()
+    return vae.decode(latents).sample
 
 
 def _relative(picture: Tensor, reference: Tensor) -> float:
