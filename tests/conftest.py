@@ -9,6 +9,8 @@ import torch
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:  # must be decided before Triton is imported anywhere
     os.environ["TRITON_INTERPRET"] = "1"
+else:  # these tests are what qualifies a kernel
+    os.environ.setdefault("FFPA_ALLOW_UNQUALIFIED", "1")
 
 import pytest  # noqa: E402
 
