@@ -209,6 +209,11 @@ class _Mask:
         if not isinstance(mask, IntervalMask):
             made.tensor = mask
             return made
+        if mask.shape[2] != q_len or mask.shape[3] != kv_len:
+            raise ValueError(
+                f"attention_mask describes {mask.shape[2]} queries and {mask.shape[3]} keys; the attention has {q_len} "
+                f"and {kv_len}."
+            )
         rows = unwrap(mask)
         if mask.kind == "causal" and rows.key_mask is None:
             made.causal = True
@@ -244,7 +249,8 @@ class _Mask:
         if self.tensor is not None:
             self.select(documents.dense(self.kv_len))
         else:
-            self.rows = documents if self._seen() is None else self._seen().intersect(documents)
+            seen = self._seen()
+            self.rows = documents if seen is None else seen.intersect(documents)
             self.causal = False
 
     def select(self, chosen: Tensor) -> None:
@@ -327,7 +333,7 @@ def _one_dtype(module: Module, query: Tensor, key: Tensor, value: Tensor) -> tup
 
     Outside autocast only: under it, `attend` casts as F.sdpa does.
     """
-    dtypes = {query.dtype, key.dtype, value.dtype}
+    dtypes: set[torch.dtype | None] = {query.dtype, key.dtype, value.dtype}
     if torch.float32 not in dtypes or torch.is_autocast_enabled(query.device.type):
         return query, key, value
     runs_in = dtypes - {torch.float32} or {_weight_dtype(module)}

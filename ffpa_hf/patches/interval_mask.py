@@ -53,7 +53,7 @@ class IntervalMask(Tensor):
         self.start, self.end, self.key_mask, self.kind = start, end, key_mask, kind
         self._rows = None
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def intervals(self) -> RowIntervals:
         """The intervals, as our attention takes them; one object per mask, so that what it derives is kept."""
@@ -71,7 +71,7 @@ class IntervalMask(Tensor):
         # Without this the write would reach a dense copy and be lost.
         raise NotImplementedError(_NO_WRITES.format("mask[...] = ..."))
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         kind = f", {self.kind}" if self.kind else ""
         holes = ", key_mask" if self.key_mask is not None else ""
         return f"IntervalMask({tuple(self.shape)}, device={self.device}{kind}{holes})"
@@ -88,7 +88,7 @@ class IntervalMask(Tensor):
         return IntervalMask(inner["start"], inner["end"], inner.get("key_mask"), tuple(size), kind)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
@@ -103,7 +103,12 @@ class IntervalMask(Tensor):
 
     def _like(self, function: Callable[[Tensor], Tensor]) -> IntervalMask:
         key_mask = None if self.key_mask is None else function(self.key_mask)
-        return IntervalMask(function(self.start), function(self.end), key_mask, tuple(self.shape), self.kind)
+        return IntervalMask(function(self.start), function(self.end), key_mask, _size(self), self.kind)
+
+
+def _size(mask: Tensor) -> tuple[int, int, int, int]:
+    batch, heads, rows, keys = mask.shape
+    return batch, heads, rows, keys
 
 
 _NO_WRITES = "{} writes into an attention mask that is held as intervals; write into mask.dense() instead."
@@ -161,7 +166,7 @@ def _to_copy(func: Any, mask: Any, **kwargs: Any) -> IntervalMask | None:
 def _slice(
     func: Any, mask: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> IntervalMask | None:
-    size = list(mask.shape)
+    size = list(_size(mask))
     dim = dim % 4
     length = size[dim]
     begin = 0 if start is None else _clip(start, length)
@@ -195,32 +200,15 @@ def _clip(position: int, length: int) -> int:
 def _expand(func: Any, mask: Any, size: Any, *, implicit: bool = False) -> IntervalMask | None:
     if len(size) != 4:
         return None
-    wanted = tuple(old if new == -1 else new for old, new in zip(mask.shape, size, strict=True))
-    if wanted[1:] != tuple(mask.shape[1:]):
+    batch, *others = (old if new == -1 else new for old, new in zip(mask.shape, size, strict=True))
+    _, heads, rows, keys = _size(mask)
+    if others != [heads, rows, keys]:
         return None
-    return IntervalMask(mask.start, mask.end, mask.key_mask, wanted, mask.kind)
+    return IntervalMask(mask.start, mask.end, mask.key_mask, (batch, heads, rows, keys), mask.kind)
 
 
 def _same_view(func: Any, mask: Any, size: Any) -> IntervalMask | None:
     return mask._like(lambda tensor: tensor) if tuple(size) == tuple(mask.shape) else None
-
-
-def _copy_(func: Any, target: Any, source: Any, non_blocking: bool = False) -> IntervalMask | None:
-    if not (isinstance(target, IntervalMask) and isinstance(source, IntervalMask)):
-        return None
-    if (
-        target.shape != source.shape
-        or target.kind != source.kind
-        or (target.key_mask is None) != (source.key_mask is None)
-    ):
-        return None
-    pairs = [(target.start, source.start), (target.end, source.end), (target.key_mask, source.key_mask)]
-    if any(new is not None and new.shape != old.shape for old, new in pairs):
-        return None
-    for old, new in pairs:
-        if new is not None:
-            old.copy_(new, non_blocking)
-    return target
 
 
 _KEEP: dict[Any, Callable[..., IntervalMask | None]] = {
@@ -234,7 +222,6 @@ _KEEP: dict[Any, Callable[..., IntervalMask | None]] = {
     aten.expand.default: _expand,
     aten.view.default: _same_view,
     aten._unsafe_view.default: _same_view,
-    aten.copy_.default: _copy_,
 }
 
 

@@ -10,7 +10,7 @@ import functools
 import sys
 import types
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -71,7 +71,7 @@ def build_mask(
     """
     geometry = Geometry(batch, q_len, kv_len, q_offset, kv_offset, device, local_padding(padding, kv_len, kv_offset))
     dense = functools.partial(_dense, mask_function, geometry, padding, use_vmap)
-    if torch.compiler.is_exporting() or torch.jit.is_tracing():
+    if torch.jit.is_tracing():
         return dense()
     if torch.compiler.is_compiling():
         return _build_in_graph(mask_function, geometry, use_vmap, model_type, dense)
@@ -450,21 +450,8 @@ def evaluate(mask_function: Callable[..., Any], geometry: Geometry, use_vmap: bo
 
 def _pattern(mask_function: Callable[..., Any], geometry: Geometry, use_vmap: bool, begin: int, count: int) -> Tensor:
     """The function's own bool values for some rows, `[B, count, kv_len]`, without padding."""
-    from transformers.masking_utils import sdpa_mask
-
-    return sdpa_mask(
-        batch_size=geometry.batch,
-        q_length=count,
-        kv_length=geometry.kv_len,
-        q_offset=geometry.q_offset + begin,
-        kv_offset=geometry.kv_offset,
-        mask_function=mask_function,
-        attention_mask=None,
-        allow_is_causal_skip=False,
-        allow_is_bidirectional_skip=False,
-        use_vmap=use_vmap,
-        device=geometry.device,
-    )[:, 0]
+    some = replace(geometry, q_len=count, q_offset=geometry.q_offset + begin)
+    return _dense(mask_function, some, None, use_vmap)[:, 0]
 
 
 def _runs(keep: Tensor) -> tuple[Tensor, Tensor]:
@@ -477,9 +464,11 @@ def _runs(keep: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _dense(mask_function: Callable[..., Any], geometry: Geometry, padding: Tensor | None, use_vmap: bool) -> Tensor:
-    from transformers.masking_utils import sdpa_mask
+    """The bool mask `[B, 1, q_len, kv_len]` that transformers itself makes of a mask function."""
+    from transformers import masking_utils
 
-    return sdpa_mask(
+    make: Any = masking_utils.sdpa_mask  # its annotations leave out what it takes and returns here
+    return make(
         batch_size=geometry.batch,
         q_length=geometry.q_len,
         kv_length=geometry.kv_len,

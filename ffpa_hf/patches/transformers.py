@@ -124,7 +124,7 @@ def enable(obj: Module, route: Route, *, towers: bool = False) -> None:
     configs: dict[int, Any] = {}
     for module in obj.modules():
         config = getattr(module, "config", None)
-        if config is None or not _dispatches(type(module)):
+        if config is None or not _dispatches(module):
             continue
         if towers or id(config) in text or hasattr(config, "vocab_size"):
             chosen.append(module)
@@ -136,7 +136,7 @@ def enable(obj: Module, route: Route, *, towers: bool = False) -> None:
         )
     serving = {id(module) for module in chosen}
     for model in (module for module in obj.modules() if isinstance(module, PreTrainedModel)):
-        inside = [id(module) for module in model.modules() if _dispatches(type(module))]
+        inside = [id(module) for module in model.modules() if _dispatches(module)]
         if serving.intersection(inside):  # it builds masks for attention that changes
             configs[id(model.config)] = model.config
         elif inside:
@@ -197,14 +197,19 @@ def _text_configs(config: Any) -> list[Any]:
     return found
 
 
+def _dispatches(module: Module) -> bool:
+    """Whether a module asks transformers' registry for its attention."""
+    module_class: Any = type(module)
+    return _class_dispatches(module_class)
+
+
 @functools.cache
-def _dispatches(module_class: type) -> bool:
-    """Whether a class asks transformers' registry for its attention: told by the names its methods use."""
+def _class_dispatches(module_class: Any) -> bool:
+    """Told by the names that the methods of the class use."""
     return any("ALL_ATTENTION_FUNCTIONS" in names for names in _names_used(module_class))
 
 
-@functools.cache
-def _names_used(module_class: type) -> list[tuple[str, ...]]:
+def _names_used(module_class: Any) -> list[tuple[str, ...]]:
     bases = (base for base in module_class.__mro__ if base.__module__ != "transformers.modeling_utils")
     methods = (value for base in bases for value in vars(base).values())
     return [inspect.unwrap(m).__code__.co_names for m in methods if isinstance(m, types.FunctionType)]

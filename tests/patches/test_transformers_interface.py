@@ -661,10 +661,12 @@ def test_every_dispatching_class_of_transformers_is_recognised_by_its_methods():
     for name in names:
         model, cls = name.split(".")
         module = importlib.import_module(f"transformers.models.{model}.modeling_{model}")
-        assert patch._dispatches(getattr(module, cls)), name
+        assert patch._class_dispatches(getattr(module, cls)), name
     gemma4 = importlib.import_module("transformers.models.gemma4.modeling_gemma4")
     git = importlib.import_module("transformers.models.git.modeling_git")
-    assert not patch._dispatches(gemma4.Gemma4AudioAttention) and not patch._dispatches(git.GitSelfAttention)
+    assert not patch._class_dispatches(gemma4.Gemma4AudioAttention) and not patch._class_dispatches(
+        git.GitSelfAttention
+    )
 
 
 def test_interval_masks_survive_accelerate():

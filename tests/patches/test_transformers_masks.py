@@ -107,13 +107,7 @@ def test_writing_into_an_interval_mask_is_refused_not_lost():
         mask.fill_(True)
     with pytest.raises(NotImplementedError, match="writes into"):
         mask.copy_(mask.dense())
-
-
-def test_copy_between_interval_masks_copies_the_intervals():
-    target, source = interval_mask(), interval_mask()
-    target.copy_(source)
-    assert isinstance(target, IntervalMask) and torch.equal(target.dense(), source.dense())
-    assert target.key_mask is not source.key_mask
+    assert torch.equal(torch.zeros(2, 1, 5, 7, dtype=torch.bool).copy_(mask), mask.dense())
 
 
 def test_plain_kinds_survive_only_what_keeps_them_true():
@@ -387,3 +381,37 @@ def test_recognition_is_linear_in_the_length():
     spent = time.perf_counter() - begin
     assert isinstance(mask, IntervalMask)
     assert spent < 1.0  # evaluating 2^30 elements takes some ten seconds
+
+
+# --- inside a graph ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("name", ["causal", "window", "bidirectional", "decode", "static cache", "packed"])
+def test_masks_are_built_as_intervals_under_compile(name, padded):
+    if name == "packed":
+        positions, packed = documents(3, 1, 4)
+        function = mu.and_masks(mu.causal_mask_function, mu.packed_sequence_mask_function(packed))
+        geometry = (1, 8, 8, 0, 0)
+    else:
+        build, geometry = RECOGNISED[name]
+        function = build()
+    padding = (torch.arange(geometry[2]) > 1)[None] if padded else None
+
+    def body(padding):
+        mask = ours(function, geometry, padding)
+        shifted = mask[:, :, -1:]  # still intervals after a cut
+        return mask.clone(), isinstance(mask, IntervalMask) and isinstance(shifted, IntervalMask)
+
+    torch._dynamo.reset()
+    mask, is_intervals = torch.compile(body, fullgraph=True, backend="aot_eager")(padding)
+    assert is_intervals
+    assert torch.equal(dense(mask), reference(function, geometry, padding))
+
+
+def test_blocks_and_functions_of_users_stay_dense_under_compile():
+    blocks = mu.or_masks(mu.causal_mask_function, _images(0, 0, -1, -1, 0, 0))
+    for function, vmap in ((blocks, False), (mu.and_masks(mu.causal_mask_function, lambda b, h, q, k: k != 2), True)):
+        torch._dynamo.reset()
+        compiled = torch.compile(lambda f=function, v=vmap: ours(f, (1, 6, 6, 0, 0), None, v), backend="aot_eager")
+        assert torch.equal(dense(compiled()), reference(function, (1, 6, 6, 0, 0), None, vmap))
