@@ -71,10 +71,10 @@ class AttentionCall:
         """What the SDPA backend's plain-torch route is needed for; None where F.sdpa serves.
 
         torch's fused kernels keep only the log-sum-exp of a row, which loses the number of keys when all scores are
-        finite minima: their gradients are wrong there. float16's minimum is too small for that.
+        finite minima: their gradients are wrong there.
         """
         lacking = self.sdpa_expresses()
-        if lacking is None and self.has_bias and self.needs_grad and self.dtype != torch.float16:
+        if lacking is None and self.has_bias and self.needs_grad:
             return "right gradients for rows of finite minima"
         return lacking
 

@@ -280,7 +280,7 @@ def _auto_order(call: AttentionCall) -> tuple[tuple[str, str], ...]:
     names = KERNELS if call.capability is not None and call.capability[0] == 9 else ("triton", "cute", "cuda")
     if call.sdpa_expresses() is not None:
         why = "F.sdpa cannot express the call"
-    elif call.has_bias and call.dtype != torch.float16:
+    elif call.has_bias:
         why = "torch's fused kernels lose the gradient of rows whose scores are all finite minima"
     else:
         measured = _measured(call)

@@ -414,7 +414,7 @@ def _check_tensors(query: Any, key: Any, value: Any) -> tuple[Tensor, Tensor, Te
     if key.shape[-2] != value.shape[-2]:
         raise ValueError(f"key has {key.shape[-2]} positions and value {value.shape[-2]}; they must agree.")
     device_type = query.device.type
-    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+    if device_type != "meta" and torch.is_autocast_enabled(device_type):
         target = torch.get_autocast_dtype(device_type)
         query, key, value = (_autocast(tensor, target) for tensor in (query, key, value))
     if query.dtype != key.dtype or query.dtype != value.dtype:
@@ -522,7 +522,7 @@ class _NoContext:
 
 def _without_autocast(device_type: str) -> Any:
     """The inputs were cast already; autocast would cast the mask too, and down."""
-    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+    if device_type != "meta" and torch.is_autocast_enabled(device_type):
         return torch.autocast(device_type, enabled=False)
     return _NoContext()
 
