@@ -15,6 +15,7 @@ from ffpa_hf import settings
 from ffpa_hf.backends import TritonBackend
 from ffpa_hf.kernels.common import Accepted, Answer, AttentionInputs, Capability, refusal, refuse
 from ffpa_hf.kernels.triton import configs
+from ffpa_hf.kernels.tuning import constant_under_compile
 
 if TYPE_CHECKING:
     from ffpa_hf.call import AttentionCall
@@ -100,9 +101,15 @@ def describe(call: AttentionCall, config: TritonBackend | None = None) -> str:
     )
 
 
-@functools.lru_cache(maxsize=1)
+@constant_under_compile
 def _import_problem() -> str | None:
-    """Why Triton cannot be imported, None where it can. A broken package may raise anything."""
+    """Why Triton cannot be imported, None where it can."""
+    return _try_import()
+
+
+@functools.lru_cache(maxsize=1)
+def _try_import() -> str | None:
+    """A broken package may raise anything."""
     try:
         import triton  # noqa: F401
         import triton.language  # noqa: F401

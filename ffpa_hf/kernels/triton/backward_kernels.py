@@ -18,7 +18,6 @@ from ffpa_hf.kernels.triton.primitives import (
     Operand,
     base2_scores,
     hide,
-    index,
     kept,
     key_hull,
     load_tile,
@@ -46,14 +45,14 @@ class Saved(NamedTuple):
 
 
 @triton.jit
-def query_hull(ranges, i_b, key, n_q, n_kv, BN: tl.constexpr, CAUSAL: tl.constexpr, WIDE: tl.constexpr):
-    """The rows that can see some key of [key, key + BN), as [lo, hi); BN and key are multiples of 64. Empty: lo == hi."""
+def query_hull(ranges, i_b, key, n_q, n_kv, BN: tl.constexpr, CAUSAL: tl.constexpr, INT: tl.constexpr):
+    """The rows that can see a key of [key, key + BN), as [lo, hi); lo >= hi for none. BN and key: multiples of 64."""
     lo = key * 0
     hi = lo + n_q
     if ranges.start is not None:
         o = key // 64 + tl.arange(0, BN // 64)
-        first = ranges.start + index(i_b, WIDE) * ranges.strides[0] + o * ranges.strides[1]
-        last = ranges.end + index(i_b, WIDE) * ranges.strides[2] + o * ranges.strides[3]
+        first = ranges.start + i_b.to(INT) * ranges.strides[0] + o * ranges.strides[1]
+        last = ranges.end + i_b.to(INT) * ranges.strides[2] + o * ranges.strides[3]
         first = tl.load(first, mask=o * 64 < n_kv, other=BIG)
         last = tl.load(last, mask=o * 64 < n_kv, other=0)
         some = first < last
@@ -67,7 +66,7 @@ def query_hull(ranges, i_b, key, n_q, n_kv, BN: tl.constexpr, CAUSAL: tl.constex
 @triton.jit
 def row_delta(
     out, grad_out, grad_lse, delta, out_strides, go_strides, grad_lse_strides, Hq, n_q,
-    D: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, WIDE: tl.constexpr,
+    D: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, INT: tl.constexpr,
 ):  # fmt: skip
     """delta [B, Hq, Nq] = rowsum(grad_out * out) - grad_lse; grad_lse fp32 with strides (b, h, n), or None."""
     tiles = tl.cdiv(n_q, BM)
@@ -78,26 +77,26 @@ def row_delta(
     i_h = lane % Hq
     total = tl.zeros([BM], tl.float32)
     for d in tl.range(0, D, BD):
-        o = load_tile(out, out_strides, i_b, i_h, row, d, n_q, D, BM, BD, False, WIDE)
-        g = load_tile(grad_out, go_strides, i_b, i_h, row, d, n_q, D, BM, BD, False, WIDE)
+        o = load_tile(out, out_strides, i_b, i_h, row, d, n_q, D, BM, BD, False, INT)
+        g = load_tile(grad_out, go_strides, i_b, i_h, row, d, n_q, D, BM, BD, False, INT)
         total += tl.sum(o.to(tl.float32) * g.to(tl.float32), 1)
     o_m = row + tl.arange(0, BM)
     if grad_lse is not None:
-        base = grad_lse + index(i_b, WIDE) * grad_lse_strides[0] + index(i_h, WIDE) * grad_lse_strides[1]
-        total -= tl.load(base + index(o_m, WIDE) * grad_lse_strides[2], mask=o_m < n_q, other=0.0)
-    tl.store(delta + index(lane, WIDE) * n_q + o_m, total, mask=o_m < n_q)
+        base = grad_lse + i_b.to(INT) * grad_lse_strides[0] + i_h.to(INT) * grad_lse_strides[1]
+        total -= tl.load(base + o_m.to(INT) * grad_lse_strides[2], mask=o_m < n_q, other=0.0)
+    tl.store(delta + lane.to(INT) * n_q + o_m, total, mask=o_m < n_q)
 
 
 @triton.jit
 def product(
     a, b, i_b, i_ha, i_hb, row_a, row_b, n_a, n_b, stop,
-    D: tl.constexpr, CHUNK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
+    D: tl.constexpr, CHUNK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, TMA: tl.constexpr, INT: tl.constexpr,
 ):  # fmt: skip
     """fp32 [BM, BN] = a[row_a:, :stop] b[row_b:, :stop]^T, CHUNK columns at a time."""
     total = tl.zeros([BM, BN], tl.float32)
     for d in tl.range(0, stop, CHUNK):
-        a_d = load_tile(a.first, a.strides, i_b, i_ha, row_a, d, n_a, D, BM, CHUNK, TMA, WIDE)
-        b_d = load_tile(b.first, b.strides, i_b, i_hb, row_b, d, n_b, D, BN, CHUNK, TMA, WIDE)
+        a_d = load_tile(a.first, a.strides, i_b, i_ha, row_a, d, n_a, D, BM, CHUNK, TMA, INT)
+        b_d = load_tile(b.first, b.strides, i_b, i_hb, row_b, d, n_b, D, BN, CHUNK, TMA, INT)
         total = tl.dot(a_d, tl.trans(b_d), total, input_precision="ieee")
     return total
 
@@ -105,12 +104,12 @@ def product(
 @triton.jit
 def probabilities(
     s, scores, seen, saved, lane, i_b, i_h, o_m, o_n, start, end, n_q, n_kv,
-    RANGES: tl.constexpr, EVEN_KV: tl.constexpr, WIDE: tl.constexpr,
+    RANGES: tl.constexpr, EVEN_KV: tl.constexpr, INT: tl.constexpr,
 ):  # fmt: skip
     """Raw products to P [BM, BN], zero where nothing is visible, and the capped base-2 scores."""
-    z, capped = base2_scores(s, scores, seen, i_b, i_h, o_m, o_n, n_q, n_kv, WIDE)
-    z = hide(z, seen, i_b, i_h, o_m, o_n, start, end, n_q, n_kv, RANGES, not EVEN_KV, WIDE)
-    rows = index(lane, WIDE) * n_q + o_m
+    z, capped = base2_scores(s, scores, seen, i_b, i_h, o_m, o_n, n_q, n_kv, INT)
+    z = hide(z, seen, i_b, i_h, o_m, o_n, start, end, n_q, n_kv, RANGES, not EVEN_KV, INT)
+    rows = lane.to(INT) * n_q + o_m
     # A dead row subtracts +inf: its probabilities are 0 without a test for each element.
     if saved.stats is not None:
         top = tl.load(saved.stats + rows, mask=o_m < n_q, other=float("-inf"))
@@ -128,15 +127,15 @@ def scores_tile(
     q, k, v, grad_out, p_out, ds_out, scratch_strides, seen, dropout, scores, saved,
     lane, i_lane, i_b, i_h, i_hkv, row, key, row0, stop, padded_rows, padded_cols, n_q, n_kv,
     D: tl.constexpr, CHUNK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    RANGES: tl.constexpr, EVEN_KV: tl.constexpr, CAUSAL: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
+    RANGES: tl.constexpr, EVEN_KV: tl.constexpr, CAUSAL: tl.constexpr, TMA: tl.constexpr, INT: tl.constexpr,
 ):  # fmt: skip
     """Make and write one [BM, BN] tile of P and dS; the products run over the first `stop` columns of the head dim."""
     o_m = row + tl.arange(0, BM)
     o_n = key + tl.arange(0, BN)
-    start, end = row_ranges(seen, i_b, o_m, n_q, n_kv, CAUSAL, WIDE)
-    s = product(q, k, i_b, i_h, i_hkv, row, key, n_q, n_kv, stop, D, CHUNK, BM, BN, TMA, WIDE)
+    start, end = row_ranges(seen, i_b, o_m, n_q, n_kv, CAUSAL, INT)
+    s = product(q, k, i_b, i_h, i_hkv, row, key, n_q, n_kv, stop, D, CHUNK, BM, BN, TMA, INT)
     p, capped = probabilities(
-        s, scores, seen, saved, lane, i_b, i_h, o_m, o_n, start, end, n_q, n_kv, RANGES, EVEN_KV, WIDE
+        s, scores, seen, saved, lane, i_b, i_h, o_m, o_n, start, end, n_q, n_kv, RANGES, EVEN_KV, INT
     )
     if dropout.rng is not None:
         keep = kept(dropout, lane, row, key, BM, BN)
@@ -145,20 +144,20 @@ def scores_tile(
         if dropout.rng is not None:
             dropped = tl.where(keep, p * dropout.scale, 0.0)
         store_tile(
-            p_out, scratch_strides, i_lane, 0, row - row0, key, padded_rows, padded_cols, dropped, BM, BN, WIDE
+            p_out, scratch_strides, i_lane, i_lane * 0, row - row0, key, padded_rows, padded_cols, dropped, BM, BN, INT
         )
     if ds_out is not None:
         if scores.cap is not None:  # tanh' = 1 - tanh^2
             p *= 1.0 - (capped / scores.cap) * (capped / scores.cap)
-        dp = product(
-            grad_out, v, i_b, i_h, i_hkv, row, key, n_q, n_kv, stop, D, CHUNK, BM, BN, TMA, WIDE
-        )
+        dp = product(grad_out, v, i_b, i_h, i_hkv, row, key, n_q, n_kv, stop, D, CHUNK, BM, BN, TMA, INT)
         if dropout.rng is not None:
             dp = tl.where(keep, dp * dropout.scale, 0.0)
-        rows = index(lane, WIDE) * n_q + o_m
+        rows = lane.to(INT) * n_q + o_m
         delta = tl.load(saved.delta + rows, mask=o_m < n_q, other=0.0)
         ds = p * (dp - delta[:, None])
-        store_tile(ds_out, scratch_strides, i_lane, 0, row - row0, key, padded_rows, padded_cols, ds, BM, BN, WIDE)
+        store_tile(
+            ds_out, scratch_strides, i_lane, i_lane * 0, row - row0, key, padded_rows, padded_cols, ds, BM, BN, INT
+        )
 
 
 @triton.jit
@@ -170,7 +169,7 @@ def backward_scores(
     lane0, row0, row1, padded_rows, padded_cols, Hq, group, n_q, n_kv,
     D: tl.constexpr, CHUNK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     HULL_M: tl.constexpr, HULL_N: tl.constexpr,
-    CAUSAL: tl.constexpr, EVEN_KV: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
+    CAUSAL: tl.constexpr, EVEN_KV: tl.constexpr, TMA: tl.constexpr, INT: tl.constexpr,
 ):  # fmt: skip
     """One tile of P (dropped and rescaled) and of dS, for rows [row0, row1) of the heads from lane0 on, to scratch.
 
@@ -201,9 +200,9 @@ def backward_scores(
 
     if RANGES:
         row_h = row // HULL_M * HULL_M
-        start, end = row_ranges(seen, i_b, row_h + tl.arange(0, HULL_M), n_q, n_kv, CAUSAL, WIDE)
+        start, end = row_ranges(seen, i_b, row_h + tl.arange(0, HULL_M), n_q, n_kv, CAUSAL, INT)
         lo, hi, _, _ = key_hull(seen, start, end, row_h, n_q, n_kv, HULL_M, CAUSAL)
-        first, last = query_hull(ranges, i_b, key // HULL_N * HULL_N, n_q, n_kv, HULL_N, CAUSAL, WIDE)
+        first, last = query_hull(ranges, i_b, key // HULL_N * HULL_N, n_q, n_kv, HULL_N, CAUSAL, INT)
         covered = (lo < key + BN) & (hi > key) & (lo < hi)
         wanted = (first < row + BM) & (last > row) & (first < last)
         # Nothing visible: no product is made, and `hide` turns every probability to 0.
@@ -212,13 +211,13 @@ def backward_scores(
             scores_tile(
                 q, k, v, grad_out, p_out, ds_out, scratch_strides, seen, dropout, scores, saved,
                 lane, i_lane, i_b, i_h, i_hkv, row, key, row0, stop, padded_rows, padded_cols, n_q, n_kv,
-                D, CHUNK, BM, BN, RANGES, EVEN_KV, CAUSAL, TMA, WIDE,
+                D, CHUNK, BM, BN, RANGES, EVEN_KV, CAUSAL, TMA, INT,
             )  # fmt: skip
     else:
         scores_tile(
             q, k, v, grad_out, p_out, ds_out, scratch_strides, seen, dropout, scores, saved,
             lane, i_lane, i_b, i_h, i_hkv, row, key, row0, row * 0 + D, padded_rows, padded_cols, n_q, n_kv,
-            D, CHUNK, BM, BN, RANGES, EVEN_KV, CAUSAL, TMA, WIDE,
+            D, CHUNK, BM, BN, RANGES, EVEN_KV, CAUSAL, TMA, INT,
         )  # fmt: skip
 
 
@@ -228,7 +227,7 @@ def gradient_query(
     dq, dq_strides, seen,
     lane0, row0, row1, padded_rows, padded_cols, Hq, group, n_q, n_kv, factor,
     D: tl.constexpr, W0: tl.constexpr, W1: tl.constexpr, SLICES: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
-    CAUSAL: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
+    CAUSAL: tl.constexpr, TMA: tl.constexpr, INT: tl.constexpr,
 ):  # fmt: skip
     """dq[rows, W0 + W1 columns] = factor * dS K over the keys that some row of the tile sees."""
     ds = Operand(ds, ds_tail, ds_strides)
@@ -245,22 +244,24 @@ def gradient_query(
     i_b = lane // Hq
     i_h = lane % Hq
     i_hkv = i_h // group
-    start, end = row_ranges(seen, i_b, row + tl.arange(0, BM), n_q, n_kv, CAUSAL, WIDE)
+    start, end = row_ranges(seen, i_b, row + tl.arange(0, BM), n_q, n_kv, CAUSAL, INT)
     lo, hi, _, _ = key_hull(seen, start, end, row, n_q, n_kv, BM, CAUSAL)
 
     acc0 = tl.zeros([BM, W0], tl.float32)
     if W1 > 0:
         acc1 = tl.zeros([BM, W1], tl.float32)
     for n in tl.range(lo // BK * BK, hi, BK):
-        a = load_tile(ds.first, ds.strides, i_lane, 0, row - row0, n, padded_rows, padded_cols, BM, BK, TMA, WIDE)
-        k0 = load_tile(k.first, k.strides, i_b, i_hkv, n, col, n_kv, D, BK, W0, TMA, WIDE)
+        a = load_tile(
+            ds.first, ds.strides, i_lane, i_lane * 0, row - row0, n, padded_rows, padded_cols, BM, BK, TMA, INT
+        )
+        k0 = load_tile(k.first, k.strides, i_b, i_hkv, n, col, n_kv, D, BK, W0, TMA, INT)
         acc0 = tl.dot(a, k0, acc0, input_precision="ieee")
         if W1 > 0:
-            k1 = load_tile(k.second, k.strides, i_b, i_hkv, n, col + W0, n_kv, D, BK, W1, TMA, WIDE)
+            k1 = load_tile(k.second, k.strides, i_b, i_hkv, n, col + W0, n_kv, D, BK, W1, TMA, INT)
             acc1 = tl.dot(a, k1, acc1, input_precision="ieee")
-    store_tile(dq, dq_strides, i_b, i_h, row, col, row1, D, acc0 * factor, BM, W0, WIDE)
+    store_tile(dq, dq_strides, i_b, i_h, row, col, row1, D, acc0 * factor, BM, W0, INT)
     if W1 > 0:
-        store_tile(dq, dq_strides, i_b, i_h, row, col + W0, row1, D, acc1 * factor, BM, W1, WIDE)
+        store_tile(dq, dq_strides, i_b, i_h, row, col + W0, row1, D, acc1 * factor, BM, W1, INT)
 
 
 @triton.jit
@@ -269,7 +270,7 @@ def gradient_key(
     grad, grad_strides, partial, partial_strides, ranges,
     lane0, heads, row0, row1, padded_rows, padded_cols, Hq, group, n_q, n_kv, factor,
     D: tl.constexpr, W0: tl.constexpr, W1: tl.constexpr, SLICES: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    FIRST: tl.constexpr, LAST: tl.constexpr, CAUSAL: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
+    FIRST: tl.constexpr, LAST: tl.constexpr, CAUSAL: tl.constexpr, TMA: tl.constexpr, INT: tl.constexpr,
 ):  # fmt: skip
     """grad[keys, W0 + W1 columns] = factor * s^T x over `heads` query heads of one group and the rows in [row0, row1).
 
@@ -287,7 +288,7 @@ def gradient_key(
     i_b = lane // Hq
     i_h = lane % Hq
     i_hkv = i_h // group
-    lo, hi = query_hull(ranges, i_b, key, n_q, n_kv, BN, CAUSAL, WIDE)
+    lo, hi = query_hull(ranges, i_b, key, n_q, n_kv, BN, CAUSAL, INT)
     lo = tl.maximum(lo, row0)
     hi = tl.minimum(hi, row1)
     steps = tl.where(lo < hi, tl.cdiv(hi, BK) - lo // BK, 0)
@@ -297,28 +298,29 @@ def gradient_key(
     if W1 > 0:
         acc1 = tl.zeros([BN, W1], tl.float32)
     if not FIRST:
-        acc0 = load_tile(partial, partial_strides, key * 0, key * 0, key, col, n_kv, D, BN, W0, False, WIDE)
+        acc0 = load_tile(partial, partial_strides, key * 0, key * 0, key, col, n_kv, D, BN, W0, False, INT)
         if W1 > 0:
-            acc1 = load_tile(partial, partial_strides, key * 0, key * 0, key, col + W0, n_kv, D, BN, W1, False, WIDE)
+            acc1 = load_tile(partial, partial_strides, key * 0, key * 0, key, col + W0, n_kv, D, BN, W1, False, INT)
     for t in tl.range(0, steps * heads):  # one loop over heads and rows, so that loads never drain between heads
         head = t // steps
         row = lo + t % steps * BK
+        i_lane = i_unit * heads + head
         a = load_tile(
-            s.first, s.strides, i_unit * heads + head, 0, row - row0, key, padded_rows, padded_cols, BK, BN, TMA, WIDE
+            s.first, s.strides, i_lane, i_lane * 0, row - row0, key, padded_rows, padded_cols, BK, BN, TMA, INT
         )
-        x0 = load_tile(x.first, x.strides, i_b, i_h + head, row, col, n_q, D, BK, W0, TMA, WIDE)
+        x0 = load_tile(x.first, x.strides, i_b, i_h + head, row, col, n_q, D, BK, W0, TMA, INT)
         acc0 = tl.dot(tl.trans(a), x0, acc0, input_precision="ieee")
         if W1 > 0:
-            x1 = load_tile(x.second, x.strides, i_b, i_h + head, row, col + W0, n_q, D, BK, W1, TMA, WIDE)
+            x1 = load_tile(x.second, x.strides, i_b, i_h + head, row, col + W0, n_q, D, BK, W1, TMA, INT)
             acc1 = tl.dot(tl.trans(a), x1, acc1, input_precision="ieee")
     if LAST:
-        store_tile(grad, grad_strides, i_b, i_hkv, key, col, n_kv, D, acc0 * factor, BN, W0, WIDE)
+        store_tile(grad, grad_strides, i_b, i_hkv, key, col, n_kv, D, acc0 * factor, BN, W0, INT)
         if W1 > 0:
-            store_tile(grad, grad_strides, i_b, i_hkv, key, col + W0, n_kv, D, acc1 * factor, BN, W1, WIDE)
+            store_tile(grad, grad_strides, i_b, i_hkv, key, col + W0, n_kv, D, acc1 * factor, BN, W1, INT)
     else:
-        store_tile(partial, partial_strides, key * 0, key * 0, key, col, n_kv, D, acc0, BN, W0, WIDE)
+        store_tile(partial, partial_strides, key * 0, key * 0, key, col, n_kv, D, acc0, BN, W0, INT)
         if W1 > 0:
-            store_tile(partial, partial_strides, key * 0, key * 0, key, col + W0, n_kv, D, acc1, BN, W1, WIDE)
+            store_tile(partial, partial_strides, key * 0, key * 0, key, col + W0, n_kv, D, acc1, BN, W1, INT)
 
 
 @triton.jit
@@ -329,12 +331,12 @@ def gradient_bias(
     seen, dropout, scores, saved,
     bias_heads, batches, heads, Hq, group, n_q, n_kv,
     D: tl.constexpr, CHUNK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PER_ROW: tl.constexpr,
-    PER_KEY: tl.constexpr, CAUSAL: tl.constexpr, EVEN_KV: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
+    PER_KEY: tl.constexpr, CAUSAL: tl.constexpr, EVEN_KV: tl.constexpr, TMA: tl.constexpr, INT: tl.constexpr,
 ):  # fmt: skip
     """One tile of the bias's own shape; its strides (b, h, row, key) are 0 in a dim of size 1.
 
-    Sums dS (before the cap's derivative) in fp32 over what the bias is broadcast along: `batches` and `heads` (1 where it
-    has that dim), all row tiles unless PER_ROW, all key tiles unless PER_KEY. The order is fixed.
+    Sums dS (before the cap's derivative) in fp32, in a fixed order, over what the bias is broadcast along: `batches`
+    and `heads` (1 where it has that dim), all row tiles unless PER_ROW, all key tiles unless PER_KEY.
     """
     q = Operand(q, q_tail, q_strides)
     k = Operand(k, k_tail, k_strides)
@@ -367,30 +369,26 @@ def gradient_bias(
         i_hkv = i_h // group
         o_m = row + tl.arange(0, BM)
         o_n = key + tl.arange(0, BN)
-        start, end = row_ranges(seen, i_b, o_m, n_q, n_kv, CAUSAL, WIDE)
+        start, end = row_ranges(seen, i_b, o_m, n_q, n_kv, CAUSAL, INT)
         stop = key * 0 + D
         if RANGES:
             lo, hi, _, _ = key_hull(seen, start, end, row, n_q, n_kv, BM, CAUSAL)
             stop = tl.where((lo < key + BN) & (hi > key), D, 0)
-        s = product(
-            q, k, i_b, i_h, i_hkv, row, key, n_q, n_kv, stop, D, CHUNK, BM, BN, TMA, WIDE
-        )
+        s = product(q, k, i_b, i_h, i_hkv, row, key, n_q, n_kv, stop, D, CHUNK, BM, BN, TMA, INT)
         p, _ = probabilities(
-            s, scores, seen, saved, lane, i_b, i_h, o_m, o_n, start, end, n_q, n_kv, RANGES, EVEN_KV, WIDE
+            s, scores, seen, saved, lane, i_b, i_h, o_m, o_n, start, end, n_q, n_kv, RANGES, EVEN_KV, INT
         )
-        dp = product(
-            grad_out, v, i_b, i_h, i_hkv, row, key, n_q, n_kv, stop, D, CHUNK, BM, BN, TMA, WIDE
-        )
+        dp = product(grad_out, v, i_b, i_h, i_hkv, row, key, n_q, n_kv, stop, D, CHUNK, BM, BN, TMA, INT)
         if dropout.rng is not None:
             dp = tl.where(kept(dropout, lane, row, key, BM, BN), dp * dropout.scale, 0.0)
-        delta = tl.load(saved.delta + index(lane, WIDE) * n_q + o_m, mask=o_m < n_q, other=0.0)
+        delta = tl.load(saved.delta + lane.to(INT) * n_q + o_m, mask=o_m < n_q, other=0.0)
         acc += p * (dp - delta[:, None])
 
     o_m = own_row + tl.arange(0, BM)
     o_n = own_key + tl.arange(0, BN)
-    base = dbias + index(own_batch, WIDE) * dbias_strides[0] + index(own_head, WIDE) * dbias_strides[1]
-    rows = index(o_m, WIDE) * dbias_strides[2]
-    keys = index(o_n, WIDE) * dbias_strides[3]
+    base = dbias + own_batch.to(INT) * dbias_strides[0] + own_head.to(INT) * dbias_strides[1]
+    rows = o_m.to(INT) * dbias_strides[2]
+    keys = o_n.to(INT) * dbias_strides[3]
     if PER_ROW and PER_KEY:
         target = base + rows[:, None] + keys[None, :]
         tl.store(target, acc.to(dbias.dtype.element_ty), mask=(o_m < n_q)[:, None] & (o_n < n_kv)[None, :])

@@ -13,7 +13,7 @@ from typing import NamedTuple
 SMEM_LIMITS = (64 * 1024, 99 * 1024, 163 * 1024, 227 * 1024)
 
 #: Registers of one multiprocessor that a kernel may spend on accumulators, as fp32 values per thread.
-_MAX_ACCUMULATOR = 208
+_MAX_ACCUMULATOR = 224
 #: The same for the backward's scores, which hold the probabilities beside the second product.
 _MAX_SCORES = 128
 
@@ -121,9 +121,9 @@ def forward_smem(config: ForwardConfig, head_dim: int, itemsize: int, tma: bool)
     out = split_columns(head_dim, config.width).width
     probabilities = config.block_m * config.block_n * itemsize
     value = config.block_n * out * itemsize
-    if config.chunk:
+    if config.chunk:  # the ring is free again when the values arrive
         ring = (config.block_m + config.block_n) * config.chunk * itemsize * config.num_stages
-        return ring + value + probabilities
+        return max(ring, value + probabilities) + 1024
     inner = split_columns(head_dim, 1 << 20).width
     key = config.block_n * inner * itemsize
     query = config.block_m * inner * itemsize
@@ -147,14 +147,12 @@ def product_smem(config: ProductConfig, head_dim: int, itemsize: int) -> int:
 def is_legal(config: ForwardConfig | BackwardConfig, head_dim: int, smem_limit: int, itemsize: int, tma: bool) -> bool:
     """Whether a config fits a device with `smem_limit` bytes of shared memory per block.
 
-    The same answer serves launcher, tuner and tests. tma: tiles are loaded through descriptors, whose box sides end at 256.
+    The same answer serves launcher, tuner and tests. tma: tiles are loaded through descriptors; their boxes end at 256.
     """
     if isinstance(config, BackwardConfig):
         parts = (config.scores, config.bias)
         fits = all(scores_smem(part, itemsize) <= smem_limit for part in parts)
-        fits = fits and all(
-            part.block_m * part.block_n // (part.num_warps * 32) <= _MAX_SCORES for part in parts
-        )
+        fits = fits and all(part.block_m * part.block_n // (part.num_warps * 32) <= _MAX_SCORES for part in parts)
         for part in (config.query, config.key):
             columns = split_columns(head_dim, part.width)
             fits = fits and product_smem(part, head_dim, itemsize) <= smem_limit
@@ -176,11 +174,11 @@ def is_legal(config: ForwardConfig | BackwardConfig, head_dim: int, smem_limit: 
 _FORWARD_TMA: tuple[tuple[int, ForwardConfig], ...] = (
     (64, ForwardConfig(128, 128, 0, 512, 8, 2)),
     (128, ForwardConfig(128, 128, 0, 512, 8, 2)),
-    (256, ForwardConfig(128, 64, 0, 512, 8, 2)),
+    (256, ForwardConfig(64, 128, 0, 512, 4, 1)),
     (320, ForwardConfig(64, 64, 0, 512, 4, 2)),
-    (384, ForwardConfig(64, 128, 0, 512, 8, 1)),
+    (384, ForwardConfig(64, 64, 0, 512, 4, 1)),
     (512, ForwardConfig(64, 128, 0, 512, 8, 1)),
-    (1024, ForwardConfig(64, 128, 64, 512, 8, 3)),
+    (1024, ForwardConfig(128, 128, 64, 256, 8, 4)),
 )
 _FORWARD_PLAIN: tuple[tuple[int, ForwardConfig], ...] = (
     (64, ForwardConfig(128, 64, 0, 512, 4, 3)),
@@ -205,12 +203,18 @@ _FORWARD_FEW_ROWS: tuple[tuple[int, ForwardConfig], ...] = (
 _BACKWARD_TMA: tuple[BackwardConfig, ...] = (
     BackwardConfig(
         scores=ScoresConfig(128, 128, 64, 4, 3),
-        query=ProductConfig(128, 256, 64, 8, 4),
-        key=ProductConfig(128, 256, 64, 8, 4),
+        query=ProductConfig(128, 320, 64, 8, 4),
+        key=ProductConfig(128, 320, 64, 8, 4),
         bias=ScoresConfig(64, 64, 64, 4, 2),
     ),
 )
 _BACKWARD_PLAIN: tuple[BackwardConfig, ...] = (
+    BackwardConfig(
+        scores=ScoresConfig(128, 128, 64, 8, 3),
+        query=ProductConfig(128, 128, 64, 8, 3),
+        key=ProductConfig(128, 128, 64, 8, 3),
+        bias=ScoresConfig(64, 64, 64, 4, 2),
+    ),
     BackwardConfig(
         scores=ScoresConfig(128, 128, 32, 8, 3),
         query=ProductConfig(128, 128, 32, 8, 3),
@@ -284,8 +288,8 @@ def plan_backward(
     """Divide the scores of a call into rounds whose scratch stays below `limit` bytes.
 
     matrices: 2 where both P and dS are kept, else 1. partials: fp32 sums [Nkv, D] that a banded group needs (dK, dV).
-    Whole groups per round where one fits, else bands of whole heads, else bands of rows of one head; one row tile is the
-    least, whatever the limit. Scratch never holds more than one round.
+    Whole groups per round where one fits, else bands of whole heads, else bands of rows of one head, down to one row
+    tile whatever the limit. Scratch never holds more than one round.
     """
     group = q_heads // kv_heads
     units = batch * kv_heads

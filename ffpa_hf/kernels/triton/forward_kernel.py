@@ -15,7 +15,6 @@ from ffpa_hf.kernels.triton.primitives import (
     Operand,
     base2_scores,
     hide,
-    index,
     kept,
     key_hull,
     load_tile,
@@ -34,7 +33,7 @@ def attention_forward(
     W0: tl.constexpr, W1: tl.constexpr, SLICES: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, EVEN_KV: tl.constexpr, POSITIVE: tl.constexpr,
-    TMA: tl.constexpr, WIDE: tl.constexpr,
+    TMA: tl.constexpr, INT: tl.constexpr,
 ):  # fmt: skip
     """q [B, Hq, Nq, D], k and v [B, Hkv, Nkv, D], each the three fields of an `Operand`, to out [B, Hq, Nq, D].
 
@@ -65,7 +64,7 @@ def attention_forward(
     col = i_slice * (W0 + W1)
 
     o_m = row + tl.arange(0, BM)
-    start, end = row_ranges(seen, i_b, o_m, n_q, n_kv, CAUSAL, WIDE)
+    start, end = row_ranges(seen, i_b, o_m, n_q, n_kv, CAUSAL, INT)
     lo, hi, inner_lo, inner_hi = key_hull(seen, start, end, row, n_q, n_kv, BM, CAUSAL)
     # Block borders: [begin, full) is tested, [full, tested) is inside every row's range, [tested, stop) is tested.
     begin = lo // BN * BN
@@ -75,9 +74,9 @@ def attention_forward(
 
     # q0 [BM, D0], q1 [BM, D1]
     if CHUNK == 0:
-        q0 = load_tile(q.first, q.strides, i_b, i_h, row, 0, n_q, D, BM, D0, TMA, WIDE)
+        q0 = load_tile(q.first, q.strides, i_b, i_h, row, 0, n_q, D, BM, D0, TMA, INT)
         if D1 > 0:
-            q1 = load_tile(q.second, q.strides, i_b, i_h, row, D0, n_q, D, BM, D1, TMA, WIDE)
+            q1 = load_tile(q.second, q.strides, i_b, i_h, row, D0, n_q, D, BM, D1, TMA, INT)
 
     acc0 = tl.zeros([BM, W0], tl.float32)
     if W1 > 0:
@@ -103,25 +102,25 @@ def attention_forward(
             for n in tl.range(first, last, BN):
                 # s [BM, BN] = q k^T
                 if CHUNK == 0:
-                    k0 = load_tile(k.first, k.strides, i_b, i_hkv, n, 0, n_kv, D, BN, D0, TMA, WIDE)
+                    k0 = load_tile(k.first, k.strides, i_b, i_hkv, n, 0, n_kv, D, BN, D0, TMA, INT)
                     s = tl.dot(q0, tl.trans(k0), input_precision="ieee")
                     if D1 > 0:
-                        k1 = load_tile(k.second, k.strides, i_b, i_hkv, n, D0, n_kv, D, BN, D1, TMA, WIDE)
+                        k1 = load_tile(k.second, k.strides, i_b, i_hkv, n, D0, n_kv, D, BN, D1, TMA, INT)
                         s = tl.dot(q1, tl.trans(k1), s, input_precision="ieee")
                 else:
                     s = tl.zeros([BM, BN], tl.float32)
                     for d in tl.range(0, D, CHUNK):
-                        q_d = load_tile(q.first, q.strides, i_b, i_h, row, d, n_q, D, BM, CHUNK, TMA, WIDE)
-                        k_d = load_tile(k.first, k.strides, i_b, i_hkv, n, d, n_kv, D, BN, CHUNK, TMA, WIDE)
+                        q_d = load_tile(q.first, q.strides, i_b, i_h, row, d, n_q, D, BM, CHUNK, TMA, INT)
+                        k_d = load_tile(k.first, k.strides, i_b, i_hkv, n, d, n_kv, D, BN, CHUNK, TMA, INT)
                         s = tl.dot(q_d, tl.trans(k_d), s, input_precision="ieee")
 
                 o_n = n + tl.arange(0, BN)
                 if FOLD:
-                    z = hide(s, seen, i_b, i_h, o_m, o_n, start, end, n_q, n_kv, RANGES and phase != 1, phase != 1, WIDE)
+                    z = hide(s, seen, i_b, i_h, o_m, o_n, start, end, n_q, n_kv, RANGES and phase != 1, phase != 1, INT)
                     m_new = tl.maximum(m, tl.max(z, 1) * scores.slope)
                 else:
-                    z, _ = base2_scores(s, scores, seen, i_b, i_h, o_m, o_n, n_q, n_kv, WIDE)
-                    z = hide(z, seen, i_b, i_h, o_m, o_n, start, end, n_q, n_kv, RANGES and phase != 1, phase != 1, WIDE)
+                    z, _ = base2_scores(s, scores, seen, i_b, i_h, o_m, o_n, n_q, n_kv, INT)
+                    z = hide(z, seen, i_b, i_h, o_m, o_n, start, end, n_q, n_kv, RANGES and phase != 1, phase != 1, INT)
                     m_new = tl.maximum(m, tl.max(z, 1))
                 pivot = m_new
                 if phase != 1 or SOME_HIDDEN:  # a row may have met no key yet: keep -inf - -inf out
@@ -137,11 +136,11 @@ def attention_forward(
                     p = tl.where(kept(dropout, lane, row, n, BM, BN), p, 0.0)
 
                 # acc [BM, W] = acc alpha + p v
-                v0 = load_tile(v.first, v.strides, i_b, i_hkv, n, col, n_kv, D, BN, W0, TMA, WIDE)
+                v0 = load_tile(v.first, v.strides, i_b, i_hkv, n, col, n_kv, D, BN, W0, TMA, INT)
                 p = p.to(v0.dtype)
                 acc0 = tl.dot(p, v0, acc0 * alpha[:, None], input_precision="ieee")
                 if W1 > 0:
-                    v1 = load_tile(v.second, v.strides, i_b, i_hkv, n, col + W0, n_kv, D, BN, W1, TMA, WIDE)
+                    v1 = load_tile(v.second, v.strides, i_b, i_hkv, n, col + W0, n_kv, D, BN, W1, TMA, INT)
                     acc1 = tl.dot(p, v1, acc1 * alpha[:, None], input_precision="ieee")
 
     empty = l == 0.0
@@ -149,11 +148,11 @@ def attention_forward(
     norm = 1.0 / total
     if dropout.rng is not None:
         norm *= dropout.scale
-    store_tile(out, out_strides, i_b, i_h, row, col, n_q, D, acc0 * norm[:, None], BM, W0, WIDE)
+    store_tile(out, out_strides, i_b, i_h, row, col, n_q, D, acc0 * norm[:, None], BM, W0, INT)
     if W1 > 0:
-        store_tile(out, out_strides, i_b, i_h, row, col + W0, n_q, D, acc1 * norm[:, None], BM, W1, WIDE)
+        store_tile(out, out_strides, i_b, i_h, row, col + W0, n_q, D, acc1 * norm[:, None], BM, W1, INT)
     if i_slice == 0:
-        rows = index(lane, WIDE) * n_q + o_m
+        rows = lane.to(INT) * n_q + o_m
         log2_l = tl.log2(total)
         tl.store(lse + rows, tl.where(empty, float("-inf"), (m + log2_l) * LN2), mask=o_m < n_q)
         if stats is not None:

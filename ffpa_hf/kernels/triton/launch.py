@@ -1,6 +1,6 @@
 """Host side of the Triton kernels: operands, addressing, rounds and launches.
 
-The only file here that sees tensors. It must not decide what is served (see `supports`) nor hold tile sizes (`configs`).
+The only file here that sees tensors. It must not decide what is served (`supports`) nor hold tile sizes (`configs`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import math
 from typing import Any, NamedTuple
 
 import torch
+import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -49,7 +50,7 @@ def target_of(where: torch.device) -> configs.Target:
 
 
 def forward(inputs: AttentionInputs) -> tuple[Tensor, Tensor, Tensor]:
-    """(out, lse, row_stats) of one call: out like query, lse fp32 [B, Hq, Nq], row_stats fp32 [2, B, Hq, Nq] or empty."""
+    """(out like query, lse fp32 [B, Hq, Nq], row_stats fp32 [2, B, Hq, Nq] or empty) of one call."""
     query, key, value = inputs.query, inputs.key, inputs.value
     batch, q_heads, q_len, head_dim = query.shape
     kv_len = key.shape[2]
@@ -80,7 +81,7 @@ def forward(inputs: AttentionInputs) -> tuple[Tensor, Tensor, Tensor]:
             W0=columns.first, W1=columns.second, SLICES=columns.slices,
             BM=config.block_m, BN=config.block_n,
             CAUSAL=inputs.is_causal, EVEN_KV=kv_len % config.block_n == 0, POSITIVE=positive,
-            TMA=target.tma, WIDE=needs_wide(query, key, value, out, lse, inputs.mask, inputs.bias),
+            TMA=target.tma, INT=index_type(query, key, value, out, lse, inputs.mask, inputs.bias),
             num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip
     return out, lse, stats
@@ -96,8 +97,11 @@ def backward(
     needs: tuple[bool, bool, bool, bool, bool],
     workspace_mb: int,
 ) -> Gradients:
-    """Gradients of (query, key, value, bias, sinks) where `needs` asks for them. Scratch stays within `workspace_mb` MiB
-    (one row tile and, where a head group takes several bands, fp32 sums of dK and dV are the least)."""
+    """Gradients of (query, key, value, bias, sinks) where `needs` asks for them.
+
+    Scratch stays within `workspace_mb` MiB; the least is one row tile of one head, and fp32 sums of dK and dV where a
+    head group takes several bands.
+    """
     query, key, value = inputs.query, inputs.key, inputs.value
     batch, q_heads, q_len, head_dim = query.shape
     need_q, need_k, need_v, need_bias, need_sinks = needs
@@ -133,8 +137,8 @@ class _Backward:
     """The launches of one backward call, which share operands, masks and what the forward saved."""
 
     def __init__(
-        self, inputs: AttentionInputs, lse: Tensor, stats: Tensor, grad_out: Tensor, delta: Tensor, target: configs.Target,
-        config: configs.BackwardConfig,
+        self, inputs: AttentionInputs, lse: Tensor, stats: Tensor, grad_out: Tensor, delta: Tensor,
+        target: configs.Target, config: configs.BackwardConfig,
     ) -> None:  # fmt: skip
         self.inputs, self.grad_out, self.tma, self.config = inputs, grad_out, target.tma, config
         self.head_dim = inputs.query.shape[3]
@@ -174,20 +178,20 @@ class _Backward:
         partial = torch.empty(
             (2, 1, 1, kv_len, self.head_dim) if plan.banded else 0, dtype=torch.float32, device=scratch.device
         )
-        wide = needs_wide(*self.tensors, *result[:3], scratch[0])
+        integer = index_type(*self.tensors, *result[:3], scratch[0])
         for bounds in plan.rounds:
             span = _Span(*bounds, plan, q_heads, inputs.group, q_len, kv_len)
-            self._scores(span, weights_scratch, scores_scratch, wide)
+            self._scores(span, weights_scratch, scores_scratch, integer)
             if result.query is not None:
-                self._query_gradient(span, scores_scratch, result.query, wide)
+                self._query_gradient(span, scores_scratch, result.query, integer)
             if result.key is not None:
                 sums = partial[0] if plan.banded else None
-                self._key_gradient(span, scores_scratch, inputs.query, result.key, sums, inputs.scale, wide)
+                self._key_gradient(span, scores_scratch, inputs.query, result.key, sums, inputs.scale, integer)
             if result.value is not None:
                 sums = partial[1] if plan.banded else None
-                self._key_gradient(span, weights_scratch, self.grad_out, result.value, sums, 1.0, wide)
+                self._key_gradient(span, weights_scratch, self.grad_out, result.value, sums, 1.0, integer)
 
-    def _scores(self, span: _Span, weights: Tensor | None, scores: Tensor | None, wide: bool) -> None:
+    def _scores(self, span: _Span, weights: Tensor | None, scores: Tensor | None, integer: tl.dtype) -> None:
         config = self.config.scores
         tiles = -(-(span.row1 - span.row0) // config.block_m) * -(-span.kv_len // config.block_n)
         target = weights if scores is None else scores
@@ -197,11 +201,11 @@ class _Backward:
             span.lane0, span.row0, span.row1, span.plan.rows, span.plan.cols, *span.sizes,
             D=self.head_dim, CHUNK=config.chunk, BM=config.block_m, BN=config.block_n,
             HULL_M=max(config.block_m, self.config.query.block), HULL_N=max(config.block_n, self.config.key.block),
-            CAUSAL=self.inputs.is_causal, EVEN_KV=span.kv_len % config.block_n == 0, TMA=self.tma, WIDE=wide,
+            CAUSAL=self.inputs.is_causal, EVEN_KV=span.kv_len % config.block_n == 0, TMA=self.tma, INT=integer,
             num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip
 
-    def _query_gradient(self, span: _Span, scores: Tensor, gradient: Tensor, wide: bool) -> None:
+    def _query_gradient(self, span: _Span, scores: Tensor, gradient: Tensor, integer: tl.dtype) -> None:
         config = self.config.query
         columns = configs.split_columns(self.head_dim, config.width)
         tiles = -(-(span.row1 - span.row0) // config.block)
@@ -211,13 +215,13 @@ class _Backward:
             gradient, _units(gradient), self.seen,
             span.lane0, span.row0, span.row1, span.plan.rows, span.plan.cols, *span.sizes, self.inputs.scale,
             D=self.head_dim, W0=columns.first, W1=columns.second, SLICES=columns.slices,
-            BM=config.block, BK=config.step, CAUSAL=self.inputs.is_causal, TMA=self.tma, WIDE=wide,
+            BM=config.block, BK=config.step, CAUSAL=self.inputs.is_causal, TMA=self.tma, INT=integer,
             num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip
 
     def _key_gradient(
         self, span: _Span, matrix: Tensor, other: Tensor, gradient: Tensor, sums: Tensor | None, factor: float,
-        wide: bool,
+        integer: tl.dtype,
     ) -> None:  # fmt: skip
         config = self.config.key
         columns = configs.split_columns(self.head_dim, config.width)
@@ -230,7 +234,7 @@ class _Backward:
             span.lane0, heads, span.row0, span.row1, span.plan.rows, span.plan.cols, *span.sizes, factor,
             D=self.head_dim, W0=columns.first, W1=columns.second, SLICES=columns.slices,
             BN=config.block, BK=config.step, FIRST=span.first, LAST=span.last,
-            CAUSAL=self.inputs.is_causal, TMA=self.tma, WIDE=wide,
+            CAUSAL=self.inputs.is_causal, TMA=self.tma, INT=integer,
             num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip
 
@@ -249,7 +253,7 @@ class _Backward:
             D=self.head_dim, CHUNK=config.chunk, BM=config.block_m, BN=config.block_n,
             PER_ROW=own_rows == q_len, PER_KEY=own_cols == kv_len,
             CAUSAL=self.inputs.is_causal, EVEN_KV=kv_len % config.block_n == 0,
-            TMA=self.tma, WIDE=needs_wide(*self.tensors, gradient),
+            TMA=self.tma, INT=index_type(*self.tensors, gradient),
             num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip
 
@@ -282,7 +286,7 @@ def _row_delta(out: Tensor, grad_out: Tensor, grad_lse: Tensor | None, lse: Tens
     device.row_delta[(lse.shape[0] * q_heads * -(-q_len // rows),)](
         out, grad_out, grad_lse, delta, _units(out), _units(grad_out),
         None if grad_lse is None else _plain(grad_lse), q_heads, q_len,
-        D=out.shape[3], BM=rows, BD=128, WIDE=needs_wide(out, grad_out, lse, grad_lse), num_warps=4,
+        D=out.shape[3], BM=rows, BD=128, INT=index_type(out, grad_out, lse, grad_lse), num_warps=4,
     )  # fmt: skip
     return delta
 
@@ -299,9 +303,7 @@ def _no_key_sinks(inputs: AttentionInputs, lse: Tensor, grad_lse: Tensor | None)
     return _sink_gradient(inputs.sinks, lse, delta)
 
 
-def _without_keys(
-    inputs: AttentionInputs, out: Tensor, lse: Tensor, stats: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def _without_keys(inputs: AttentionInputs, out: Tensor, lse: Tensor, stats: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     out.zero_()
     lse.fill_(float("-inf"))
     if inputs.sinks is not None:
@@ -345,9 +347,7 @@ def _dropout(inputs: AttentionInputs) -> Dropout:
 
 def _plain(tensor: Tensor) -> tuple[int, ...]:
     """Strides in elements, 0 for a dim of size 1."""
-    return tuple(
-        0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
+    return tuple(0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _pair_strides(tensor: Tensor) -> tuple[int | None, ...]:
@@ -396,6 +396,11 @@ def needs_wide(*tensors: Tensor | None) -> bool:
         if reach >= _LIMIT_32:
             return True
     return False
+
+
+def index_type(*tensors: Tensor | None) -> tl.dtype:
+    """The integer in which kernels compute addresses into these tensors."""
+    return tl.int64 if needs_wide(*tensors) else tl.int32
 
 
 def _target(where: torch.device) -> configs.Target:

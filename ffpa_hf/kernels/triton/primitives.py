@@ -1,7 +1,8 @@
 """What every Triton attention kernel does, each thing once: load a tile, bound the keys, score, mask, drop.
 
 Device code only; it must not know who launches it. Names: `i_` a scalar index, `o_` a vector of positions, B H N D
-sizes, BM and BN the rows and keys of a tile. Scores are in base 2: exp2 needs no multiplication by log2(e).
+sizes, BM and BN the rows and keys of a tile. INT is the integer type of addresses, int64 where some offset can pass
+2^31. Scores are in base 2: exp2 needs no multiplication by log2(e).
 """
 
 from __future__ import annotations
@@ -67,18 +68,9 @@ class Scores(NamedTuple):
 
 
 @triton.jit
-def index(i, WIDE: tl.constexpr):
-    """An index wide enough for address arithmetic: int64 where some offset can pass 2^31."""
-    if WIDE:
-        return i.to(tl.int64)
-    else:
-        return i
-
-
-@triton.jit
 def load_tile(
     source, strides, i_b, i_h, row, col, rows, cols,
-    BR: tl.constexpr, BC: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
+    BR: tl.constexpr, BC: tl.constexpr, TMA: tl.constexpr, INT: tl.constexpr,
 ):  # fmt: skip
     """[BR, BC] of source[i_b, i_h, row:, col:], zero beyond `rows` and `cols`.
 
@@ -92,31 +84,31 @@ def load_tile(
         UNIT: tl.constexpr = 128 // source.dtype.element_ty.primitive_bitwidth
         o_r = row + tl.arange(0, BR)
         o_c = col + tl.arange(0, BC)
-        base = source + index(i_b, WIDE) * (strides[0] * UNIT) + index(i_h, WIDE) * (strides[1] * UNIT)
-        offsets = index(o_r, WIDE)[:, None] * (strides[2] * UNIT) + o_c[None, :]
+        base = source + i_b.to(INT) * (strides[0] * UNIT) + i_h.to(INT) * (strides[1] * UNIT)
+        offsets = o_r.to(INT)[:, None] * (strides[2] * UNIT) + o_c[None, :]
         return tl.load(base + offsets, mask=(o_r < rows)[:, None] & (o_c < cols)[None, :], other=0.0)
 
 
 @triton.jit
 def store_tile(
-    target, strides, i_b, i_h, row, col, rows, cols, tile, BR: tl.constexpr, BC: tl.constexpr, WIDE: tl.constexpr
+    target, strides, i_b, i_h, row, col, rows, cols, tile, BR: tl.constexpr, BC: tl.constexpr, INT: tl.constexpr
 ):
     """Write [BR, BC] to target[i_b, i_h, row:, col:] inside `rows` and `cols`; strides as in `load_tile`."""
     UNIT: tl.constexpr = 128 // target.dtype.element_ty.primitive_bitwidth
     o_r = row + tl.arange(0, BR)
     o_c = col + tl.arange(0, BC)
-    base = target + index(i_b, WIDE) * (strides[0] * UNIT) + index(i_h, WIDE) * (strides[1] * UNIT)
-    offsets = index(o_r, WIDE)[:, None] * (strides[2] * UNIT) + o_c[None, :]
+    base = target + i_b.to(INT) * (strides[0] * UNIT) + i_h.to(INT) * (strides[1] * UNIT)
+    offsets = o_r.to(INT)[:, None] * (strides[2] * UNIT) + o_c[None, :]
     tl.store(base + offsets, tile.to(target.dtype.element_ty), mask=(o_r < rows)[:, None] & (o_c < cols)[None, :])
 
 
 @triton.jit
-def row_ranges(seen, i_b, o_m, n_q, n_kv, CAUSAL: tl.constexpr, WIDE: tl.constexpr):
+def row_ranges(seen, i_b, o_m, n_q, n_kv, CAUSAL: tl.constexpr, INT: tl.constexpr):
     """[start, end) of the keys of each row, clipped to [0, n_kv]; rows past n_q see none when intervals are given."""
     start = o_m * 0
     end = start + n_kv
     if seen.row_start is not None:
-        i_b = index(i_b, WIDE)
+        i_b = i_b.to(INT)
         first = seen.row_start + i_b * seen.row_strides[0]
         last = seen.row_end + i_b * seen.row_strides[2]
         start = tl.maximum(tl.load(first + o_m * seen.row_strides[1], mask=o_m < n_q, other=0), 0)
@@ -151,24 +143,22 @@ def key_hull(seen, start, end, row, n_q, n_kv, BM: tl.constexpr, CAUSAL: tl.cons
 
 
 @triton.jit
-def load_pairs(
-    source, strides, i_b, i_h, o_m, o_n, n_q, n_kv, other, WIDE: tl.constexpr
-):
+def load_pairs(source, strides, i_b, i_h, o_m, o_n, n_q, n_kv, other, INT: tl.constexpr):
     """A tile of a mask or a bias: [BM, BN], or [1, BN] where the row dim is broadcast (its stride is None)."""
-    base = source + index(i_b, WIDE) * strides[0] + index(i_h, WIDE) * strides[1]
+    base = source + i_b.to(INT) * strides[0] + i_h.to(INT) * strides[1]
     o_n = o_n[None, :]
     if strides[2] is None:
-        return tl.load(base + index(o_n, WIDE) * strides[3], mask=o_n < n_kv, other=other)
+        return tl.load(base + o_n.to(INT) * strides[3], mask=o_n < n_kv, other=other)
     else:
         o_m = o_m[:, None]
-        offsets = index(o_m, WIDE) * strides[2] + index(o_n, WIDE) * strides[3]
+        offsets = o_m.to(INT) * strides[2] + o_n.to(INT) * strides[3]
         return tl.load(base + offsets, mask=(o_m < n_q) & (o_n < n_kv), other=other)
 
 
 @triton.jit
 def hide(
     z, seen, i_b, i_h, o_m, o_n, start, end, n_q, n_kv,
-    RANGES: tl.constexpr, TAIL: tl.constexpr, WIDE: tl.constexpr,
+    RANGES: tl.constexpr, TAIL: tl.constexpr, INT: tl.constexpr,
 ):  # fmt: skip
     """Scores with -inf where a key is not visible. RANGES: test each row's own range; TAIL: test only `key < n_kv`."""
     if RANGES:
@@ -177,31 +167,31 @@ def hide(
         if TAIL:
             z = tl.where((o_n < n_kv)[None, :], z, float("-inf"))
     if seen.key_mask is not None:
-        base = seen.key_mask + index(i_b, WIDE) * seen.key_mask_strides[0]
+        base = seen.key_mask + i_b.to(INT) * seen.key_mask_strides[0]
         there = tl.load(base + o_n * seen.key_mask_strides[1], mask=o_n < n_kv, other=0)
         z = tl.where((there != 0)[None, :], z, float("-inf"))
     if seen.mask is not None:
-        keep = load_pairs(seen.mask, seen.mask_strides, i_b, i_h, o_m, o_n, n_q, n_kv, 0, WIDE)
+        keep = load_pairs(seen.mask, seen.mask_strides, i_b, i_h, o_m, o_n, n_q, n_kv, 0, INT)
         z = tl.where(keep != 0, z, float("-inf"))
     return z
 
 
 @triton.jit
-def base2_scores(s, scores, seen, i_b, i_h, o_m, o_n, n_q, n_kv, WIDE: tl.constexpr):
+def base2_scores(s, scores, seen, i_b, i_h, o_m, o_n, n_q, n_kv, INT: tl.constexpr):
     """Raw products to base-2 logits: scale, cap (tanh through exp2), then the bias. Returns (logits, capped scores)."""
     z = s * scores.slope
     if scores.cap is not None:
         z = scores.cap * (1.0 - 2.0 / (tl.exp2(z) + 1.0))
     capped = z
     if seen.bias is not None:
-        b = load_pairs(seen.bias, seen.bias_strides, i_b, i_h, o_m, o_n, n_q, n_kv, 0.0, WIDE).to(tl.float32)
+        b = load_pairs(seen.bias, seen.bias_strides, i_b, i_h, o_m, o_n, n_q, n_kv, 0.0, INT).to(tl.float32)
         z += tl.where(b == float("-inf"), b, tl.maximum(b * LOG2E, LOWEST))
     return z, capped
 
 
 @triton.jit
 def kept(dropout, lane, row, col, BM: tl.constexpr, BN: tl.constexpr):
-    """Bool [BM, BN]: the probabilities that dropout keeps; `philox_keep_mask` is its definition. col is a multiple of 4."""
+    """Bool [BM, BN]: the probabilities that dropout keeps, as `philox_keep_mask` defines; col is a multiple of 4."""
     seed = tl.load(dropout.rng)
     offset = tl.load(dropout.rng + 1).to(tl.uint32)
     quad = (col // 4 + tl.arange(0, BN // 4)).to(tl.uint32)[None, :]
