@@ -16,7 +16,9 @@ import torch
 from ffpa_hf import settings
 from ffpa_hf.backends import Backend, CUDABackend, CuTeDSLBackend, SDPABackend, TritonBackend, resolve_backend
 from ffpa_hf.call import AttentionCall
+from ffpa_hf.kernels import qualification
 from ffpa_hf.kernels.common import Accepted, Answer, Refused, refuse
+from ffpa_hf.kernels.tuning import preferences
 
 #: Shortest query and key lengths for which an explicitly requested kernel is worth its launch.
 SHORT_LENGTH = 512
@@ -115,7 +117,7 @@ def ask(name: str, call: AttentionCall, config: Backend | None = None, *, backwa
                           call.head_dim, name.upper())  # fmt: skip
     if isinstance(answer, Accepted) and name in KERNELS and call.device_type == "cuda":
         if not current.allow_unqualified:  # the interpreter needs no verdict
-            verdict = _qualification().verdict(name, call.capability, call.is_rocm, call.device_name)
+            verdict = qualification.verdict(name, call.capability, call.is_rocm, call.device_name)
             if not verdict.qualified:
                 return refuse("unqualified", "unqualified", RuntimeError, "the {} kernels are not qualified here: {}",
                               name, verdict.text)  # fmt: skip
@@ -133,19 +135,21 @@ def short_sequence(name: str, call: AttentionCall) -> Refused | None:
     return None
 
 
-@functools.cache
-def _qualification():
-    return importlib.import_module("ffpa_hf.kernels.qualification")  # it loads dynamo, so not with the package
-
-
-@functools.cache
-def _backend_module(name: str):
-    """(module, None) of a backend, or (None, why it cannot be used). Imported once, on first need."""
+def _import_backend(name: str):
+    """(module, None) of a backend, or (None, why it cannot be used)."""
     try:
         module = importlib.import_module(f"ffpa_hf.kernels.{name}")
         return (module, None) if module.supports else (None, "it cannot say what it supports")
     except Exception as problem:  # a broken optional package must not take the library with it
         return None, f"{type(problem).__name__}: {problem}"
+
+
+#: Every backend's module; each imports its compiler when a call runs. A table, for torch.compile traces no import.
+_MODULES = {name: _import_backend(name) for name in ("sdpa", *KERNELS)}
+
+
+def _backend_module(name: str):
+    return _MODULES[name]
 
 
 def plan(call: AttentionCall, route: Route | None = None) -> Plan:
@@ -283,7 +287,7 @@ def _auto_order(call: AttentionCall) -> tuple[tuple[str, str], ...]:
     elif call.has_bias:
         why = "torch's fused kernels lose the gradient of rows whose scores are all finite minima"
     else:
-        measured = _measured(call)
+        measured = preferences.prefer(call)
         if measured is not None:
             return tuple((name, "fastest as measured on this GPU model") for name in measured)
         if call.head_dim <= SMALL_HEAD_DIM:
@@ -292,19 +296,6 @@ def _auto_order(call: AttentionCall) -> tuple[tuple[str, str], ...]:
             )
         why = "head dims above 256 have no fast kernel in torch"
     return tuple((name, why) for name in names) + (("sdpa", "no kernel serves this call"),)
-
-
-def _measured(call: AttentionCall) -> tuple[str, ...] | None:
-    module = _preferences()
-    return None if module is None else module.prefer(call)
-
-
-@functools.cache
-def _preferences():
-    try:
-        return importlib.import_module("ffpa_hf.kernels.tuning.preferences")
-    except ModuleNotFoundError:
-        return None
 
 
 # --- backward ---------------------------------------------------------------------------------------------------------

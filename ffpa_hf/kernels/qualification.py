@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple, TypeGuard
 
 import torch
 
-from ffpa_hf.kernels.tuning import store
+from ffpa_hf.kernels.tuning import constant_under_compile, store
 
 #: Kernel families that can be qualified; each is the folder of its name.
 FAMILIES: tuple[str, ...] = ("triton",)
@@ -82,7 +82,7 @@ def shipped() -> dict[str, Any]:
     return json.loads(_SHIPPED.read_text(encoding="utf-8"))
 
 
-@torch.compiler.assume_constant_result
+@constant_under_compile
 def verdict(family: str, capability: tuple[int, int] | None, is_rocm: bool = False, device_name: str = "") -> Verdict:
     """What is known about a kernel family on a GPU. capability: CUDA compute capability, None in the interpreter.
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ffpa_hf.kernels.tuning import store
+from ffpa_hf.kernels.tuning import constant_under_compile, store
 
 if TYPE_CHECKING:
     from ffpa_hf.call import AttentionCall
@@ -83,7 +83,7 @@ def lookup(bands: tuple[Band, ...], head_dim: int, heads: int, q_len: int, kv_le
     return order
 
 
-@torch.compiler.assume_constant_result
+@constant_under_compile
 def _bands(device_name: str, mask_kind: str) -> tuple[Band, ...] | None:
     mask = _MASKS.get(mask_kind)
     if device_name not in _loaded:
