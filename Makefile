@@ -52,7 +52,7 @@ demo: $(STAMP) ## a photograph and a fine-tuning run, with and without ffpa_hf; 
 	HF_HUB_OFFLINE=1 $(BIN)/ffpa-hf demo $(ARGS)
 
 test-gpu: ## the suite with real kernels, and the GPU-only tests
-	PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest -q $(ARGS)
+	PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest -q -m "not slow" $(ARGS)
 
 bench: ## ffpa-hf bench, e.g. make bench ARGS="--cases d512_self_8k"
 	PYTHONPATH=$(CURDIR) $(PYTHON) -m ffpa_hf bench $(ARGS)

@@ -29,6 +29,7 @@ TINY = Recipe(
     window=16,
     batch=2,
     steps=3,
+    learning_rate=1e-3,
     sliding_head_dim=64,
     global_head_dim=128,
 )
