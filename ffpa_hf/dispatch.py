@@ -117,7 +117,7 @@ def ask(name: str, call: AttentionCall, config: Backend | None = None, *, backwa
                           call.head_dim, name.upper())  # fmt: skip
     if isinstance(answer, Accepted) and name in KERNELS and call.device_type == "cuda":
         if not current.allow_unqualified:  # the interpreter needs no verdict
-            verdict = qualification.verdict(name, call.capability, call.is_rocm, call.device_name)
+            verdict = _qualification().verdict(name, call.capability, call.is_rocm, call.device_name)
             if not verdict.qualified:
                 return refuse("unqualified", "unqualified", RuntimeError, "the {} kernels are not qualified here: {}",
                               name, verdict.text)  # fmt: skip
@@ -150,6 +150,10 @@ _MODULES = {name: _import_backend(name) for name in ("sdpa", *KERNELS)}
 
 def _backend_module(name: str):
     return _MODULES[name]
+
+
+def _qualification():
+    return qualification
 
 
 def plan(call: AttentionCall, route: Route | None = None) -> Plan:
@@ -232,10 +236,15 @@ def _explicit(call: AttentionCall, config: Backend) -> tuple[Backend, str] | Pla
         answer = short
     elif answer.kind == "unqualified":
         answer = short_sequence(config.name, call) or answer
-    if answer.kind == "fallback" and not settings.current().force_no_sdpa_fallback:
-        reason = _text("{}, so SDPA runs instead of {}", answer.reason, config.name)
-        return Plan(call, "sdpa", None, SDPABackend(), None, reason, fallback=(config.name, answer.rule, answer.reason))
-    return _failed(call, _error(answer, call, config.name))
+    return _refused(answer, call, config.name)
+
+
+def _refused(answer: Refused, call: AttentionCall, asked: str) -> Plan:
+    """What an explicit request comes to that its backend refused: SDPA where the contract says so, else an error."""
+    if answer.kind != "fallback" or settings.current().force_no_sdpa_fallback:
+        return _failed(call, _error(answer, call, asked))
+    reason = _text("{}, so SDPA runs instead of {}", answer.reason, asked)
+    return Plan(call, "sdpa", None, SDPABackend(), None, reason, fallback=(asked, answer.rule, answer.reason))
 
 
 def _automatic(
@@ -243,6 +252,10 @@ def _automatic(
 ) -> tuple[Backend, str] | Plan:
     """The first candidate that serves the call: preferences, then what was measured, then the rules of thumb."""
     current = settings.current()
+    if strict and backward is not None and backward.name != "sdpa":
+        answer = ask(backward.name, call, backward, backward=True)
+        if isinstance(answer, Refused):  # no forward can make up for that
+            return _refused(answer, call, backward.name)
     order: list[tuple[Backend, str, bool]] = []
     if preferred is not None:
         order.append((preferred, "preferred", True))
@@ -270,8 +283,9 @@ def _automatic(
         last = last or answer
     if last is not None and (last.kind != "fallback" or current.force_no_sdpa_fallback):
         return _failed(call, _error(last, call, "auto"))
-    reason = _text("{}, so SDPA runs", last.reason if last is not None else "no kernel serves this call")
-    fallback = None if backward is None or not strict else (backward.name, last.rule if last else "", reason)
+    why = last.reason if last is not None else "no kernel serves this call"
+    reason = _text("{}, so SDPA runs", why)
+    fallback = None if backward is None or not strict else (backward.name, last.rule if last else "no forward", why)
     return Plan(call, "sdpa", None, SDPABackend(), None, reason, fallback=fallback)
 
 
@@ -287,7 +301,7 @@ def _auto_order(call: AttentionCall) -> tuple[tuple[str, str], ...]:
     elif call.has_bias:
         why = "torch's fused kernels lose the gradient of rows whose scores are all finite minima"
     else:
-        measured = preferences.prefer(call)
+        measured = _measured(call)
         if measured is not None:
             return tuple((name, "fastest as measured on this GPU model") for name in measured)
         if call.head_dim <= SMALL_HEAD_DIM:
@@ -296,6 +310,15 @@ def _auto_order(call: AttentionCall) -> tuple[tuple[str, str], ...]:
             )
         why = "head dims above 256 have no fast kernel in torch"
     return tuple((name, why) for name in names) + (("sdpa", "no kernel serves this call"),)
+
+
+def _measured(call: AttentionCall) -> tuple[str, ...] | None:
+    module = _preferences()
+    return None if module is None else module.prefer(call)
+
+
+def _preferences():
+    return preferences
 
 
 # --- backward ---------------------------------------------------------------------------------------------------------
