@@ -430,6 +430,9 @@ def _selftest_family(
     name = qualification.target_name(call.capability, call.is_rocm)
     compiler = qualification.compiler_version(family)
     console.print(f"{family} on {call.device_name} ({name}), torch {torch.__version__}, {compiler}")
+    if compiler.endswith("missing"):
+        console.print(f"nothing to test: {compiler.removesuffix(' missing')} is not installed")
+        raise typer.Exit(2)
     if target.type == "cuda":
         torch.cuda.set_device(target)
     checks = [check for check in tests.grid(target.type == "cpu") if only is None or only in str(check)]

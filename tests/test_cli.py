@@ -171,6 +171,12 @@ def test_selftest_refuses_a_backend_without_kernels():
     assert "cute" in run("selftest", "--backend", "cute", code=2)
 
 
+def test_selftest_without_the_compiler_tests_nothing(monkeypatch):
+    monkeypatch.setattr(qualification, "compiler_version", lambda family: "triton missing")
+    with settings.override(triton_interpret=True):
+        assert "triton is not installed" in run("selftest", "--device", "cpu", code=2)
+
+
 def _outcomes(monkeypatch, passed: bool) -> None:
     def check(module, config, check, device):
         return selftest_module.Outcome(check, passed, [("out", 0.1, 0.2 if passed else 0.05)])

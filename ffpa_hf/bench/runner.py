@@ -313,7 +313,9 @@ def _make_entry(
     if best is None:
         raise problems[0]
     estimate, note, step, call, row.peak_gb = best
-    row.note = note
+    known = len(exact.slices) * case.group
+    everything = case.batch * case.heads
+    row.note = note if known == everything else f"{note}{'; ' if note else ''}error on {known} of {everything} heads"
     row.relative_error = _error(direction, call, data, exact)
     host_ms = _host_ms(step, device)
     count = max(1, min(_MOST_INNER, round(_SHORT_MS / max(estimate * step.calls, 1e-4))))

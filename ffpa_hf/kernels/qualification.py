@@ -120,7 +120,7 @@ def _shipped_verdict(family: str, target: str) -> Verdict:
             f"ran on {facts['device']} ({target}) with torch {facts['torch']}, {facts['compiler']}, {facts['date']}",
         )
     if ran and target in entry.get("kin", ()):
-        return Verdict("kin", f"the same source ran on {', '.join(ran)}; nobody of ours ran it on {target}")
+        return Verdict("kin", f"the same source ran on {', '.join(ran)}; we did not run it on {target}")
     return Verdict("unrun", f"never ran on {target}; `ffpa-hf selftest` on this GPU can qualify it")
 
 

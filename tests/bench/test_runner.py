@@ -255,6 +255,12 @@ def test_truth_in_chunks_is_eager_attention(case, monkeypatch):
         assert exact.backward_error(tuple(spoiled)) == pytest.approx(0.01)
 
 
+def test_a_row_says_when_its_error_is_of_some_heads():
+    case = cases.Case("five", 5, 8, 8, 64, dtype="float32")
+    (row,) = measure(case, sdpa_provider(), directions=("fwd",))
+    assert row.note == "error on 2 of 5 heads"
+
+
 def test_truth_sees_the_last_head_of_the_last_batch():
     case = cases.Case("two", 4, 8, 8, 64, kv_heads=2, batch=2, dtype="float32")
     data = runner.make_data(case, CPU)
