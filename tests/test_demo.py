@@ -125,6 +125,15 @@ def test_kernels_that_do_not_run_fail_it(monkeypatch):
     assert "no kernel here" in checks[0].measured and text == ""
 
 
+@pytest.mark.gpu
+def test_on_a_gpu_kernels_serve_the_512_wide_heads():
+    parts = (photo.run_photo(torch.device("cuda")), finetune.run_finetune(torch.device("cuda"), steps=10))
+    for part in parts:
+        assert not [check for check in part.checks if not check.passed]
+        wide = [site for site in part.sites if "D512" in site.shape]
+        assert wide and all(site.backend != "sdpa" and site.ffpa_ms > 0 for site in wide)
+
+
 def test_missing_package_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "diffusers", None)
     code, printed = _run(tmp_path)
