@@ -143,13 +143,21 @@ def _probe(device: torch.device, **changes: Any) -> AttentionCall:
 
 def _backends(call: AttentionCall) -> list[tuple[str, str, str]]:
     """(backend, on or off, reason) for every backend, as the planner itself answers."""
+    from dataclasses import replace
+
     from ffpa_hf.dispatch import plan
 
     made = plan(call)
+    elsewhere = {}
+    if call.device_type != "cuda":  # what a GPU would change, and what it would not
+        hopper = replace(call, device_type="cuda", capability=(9, 0), device_name="sm_90")
+        elsewhere = {c.backend: c.reason for c in plan(hopper).candidates if not c.accepted}
     rows = []
     for candidate in made.candidates:
-        chosen = ", auto's choice" if candidate.backend == made.forward else ""
-        rows.append((candidate.backend, "on" if candidate.accepted else "off", candidate.reason + chosen))
+        words = candidate.reason
+        words += ", auto's choice" if candidate.backend == made.forward else ""
+        words += f"; on an sm_90 GPU: {elsewhere[candidate.backend]}" if candidate.backend in elsewhere else ""
+        rows.append((candidate.backend, "on" if candidate.accepted else "off", words))
     return rows
 
 
