@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.nn import Module
 
+from ffpa_hf.processors import signature
 from ffpa_hf.processors.redirect import Redirect
 from ffpa_hf.report import not_accelerated
 
@@ -235,6 +236,7 @@ def capture(module: Module, inner: Any, owner: FFPAAttnProcessor) -> Slot | str:
     if not found & {_DISPATCH, _SDPA}:
         return f"{kind.__name__} computes no softmax attention that could be handed over"
     slot = Slot(owner, inner, inner, accepts=_named_parameters(call), class_name=kind.__name__, in_place=in_place)
+    signature.grow(slot.accepts)
     if twin is not None:
         slot.scale = None if getattr(module, "scale_qk", True) else module.scale  # type: ignore[assignment]
         slot.function = call if in_place else twin()

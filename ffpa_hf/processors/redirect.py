@@ -30,8 +30,10 @@ backend_registered = False
 class _Scope(threading.local):
     """What the running processor wants: `call` is (route, module), `busy` says that `attend` itself is running."""
 
-    call: tuple[Route, Module | None] | None = None
-    busy: bool = False
+    def __init__(self) -> None:
+        # On the instance, not the class: torch.compile guards on what this thread's namespace holds.
+        self.call: tuple[Route, Module | None] | None = None
+        self.busy = False
 
 
 _scope = _Scope()
@@ -49,6 +51,8 @@ class Redirect(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is Tensor.unflatten:  # written with super(), which torch.compile cannot trace from inside a mode
+            return torch.unflatten(*args, **kwargs)
         if func is not F.scaled_dot_product_attention or _scope.busy:
             return func(*args, **kwargs)
         return _from_sdpa(self, *args, **kwargs)

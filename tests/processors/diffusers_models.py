@@ -429,6 +429,17 @@ def unet_sdxl(**more: Any) -> tuple[Any, dict[str, Any]]:
     return model, inputs
 
 
+def unet_gligen() -> tuple[Any, dict[str, Any]]:
+    """A UNet whose blocks call a second attention with boxes, through cross_attention_kwargs."""
+    model, inputs = unet_sdxl(attention_type="gated")
+    boxes = {
+        "boxes": torch.rand(2, 3, 4),
+        "positive_embeddings": torch.randn(2, 3, 64),
+        "masks": torch.ones(2, 3),
+    }
+    return model, {**inputs, "cross_attention_kwargs": {"gligen": boxes}}
+
+
 def unet_added_kv() -> tuple[Any, dict[str, Any]]:
     model = diffusers.UNet2DConditionModel(
         block_out_channels=(16, 32),
@@ -573,6 +584,7 @@ MORE: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
     "lumina2": lumina2,
     "sana": sana,
     "cosmos": cosmos,
+    "unet_gligen": unet_gligen,
     "unet_added_kv": unet_added_kv,
     "unet_2d": unet_2d,
     "controlnet_flux": controlnet_flux,
