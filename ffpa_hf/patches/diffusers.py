@@ -7,7 +7,7 @@ is loaded.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
+import importlib
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -52,8 +52,9 @@ def enable(
 ) -> None:
     """Accelerate a model, or every transformer, UNet, ControlNet, autoencoder and text encoder of a pipeline.
 
-    vae: also the autoencoders (of a pipeline). text_encoders: also its transformers models. One FFPAAttnProcessor with
-    `route` is shared by all; attention written inline is reached too. After an exception nothing is enabled.
+    vae: also the autoencoders (of a pipeline). text_encoders: also its transformers models. Each model gets one
+    FFPAAttnProcessor with `route`, since diffusers writes a model's attention backend and parallelism on it; attention
+    written inline is reached too. After an exception nothing is enabled.
 
     Raises TypeError for an unknown option, NotImplementedError for a precision whose kernels do not exist yet.
     """
@@ -66,13 +67,12 @@ def enable(
         raise NotImplementedError(f"precision={precision!r}: the quantised kernels are not built yet; use None.")
     if skip_layers is not None or skip_first_steps is not None:
         raise ValueError("skip_layers and skip_first_steps choose where a precision applies; give precision with them.")
-    owner = FFPAAttnProcessor(route.backend, route.forward_backend, route.backward_backend, route.strict)
     try:
         for model, name in _diffusers_models(obj):
             if vae or not _is_autoencoder(model, name):
-                _accelerate(model, owner)
+                _accelerate(model, _processor(route))
         if text_encoders:
-            _enable_text_encoders(obj, route, owner)
+            _enable_text_encoders(obj, route)
     except BaseException:
         disable(obj)
         raise
@@ -92,15 +92,21 @@ def disable(obj: Any) -> None:
             transformers.disable(model)
 
 
+def _processor(route: Route) -> FFPAAttnProcessor:
+    return FFPAAttnProcessor(route.backend, route.forward_backend, route.backward_backend, route.strict)
+
+
 def _accelerate(model: Module, owner: FFPAAttnProcessor) -> None:
     for module in model.modules():
         if capture.holds_processor(module):
             capture.enable(module, owner)
         elif inline.has_inline_attention(module):
             inline.install_inline(module, owner)
+        elif reason := inline.why_out_of_reach(module):
+            not_accelerated(module, reason)
 
 
-def _enable_text_encoders(obj: Any, route: Route, owner: FFPAAttnProcessor) -> None:
+def _enable_text_encoders(obj: Any, route: Route) -> None:
     transformers = _transformers_patch()
     for model in _transformers_models(obj, transformers):
         try:
@@ -109,6 +115,7 @@ def _enable_text_encoders(obj: Any, route: Route, owner: FFPAAttnProcessor) -> N
             # One encoder that cannot switch is no reason to leave the whole pipeline: its inline attention is reached
             # as an autoencoder's is, and where there is none the report says so.
             inside = [module for module in model.modules() if inline.has_inline_attention(module)]
+            owner = _processor(route)
             for module in inside:
                 inline.install_inline(module, owner)
             if not inside:
@@ -163,6 +170,4 @@ def _loaded(module: str, name: str) -> Any:
 
 
 def _transformers_patch() -> Any:
-    if "transformers" not in sys.modules or importlib.util.find_spec("ffpa_hf.patches.transformers") is None:
-        return None
-    return importlib.import_module("ffpa_hf.patches.transformers")
+    return importlib.import_module("ffpa_hf.patches.transformers") if "transformers" in sys.modules else None

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import torch.nn.functional as F
 from torch.nn import Module
 
 from ffpa_hf.processors import signature
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 _ATTRIBUTE = "_ffpa_slot"
 _DISPATCH, _SDPA, _FLEX = "dispatch_attention_fn", "scaled_dot_product_attention", "flex_attention"
+_PACKED = "multi_head_attention_forward"  # torch's own module: projections, attention and all in one call
 _DISPATCH_MODULE = "diffusers.models.attention_dispatch"
 
 
@@ -121,8 +123,7 @@ def uninstall(module: Module) -> None:
         return
     forget(module)
     if not slot.in_place and is_ours(module.processor):
-        if slot.takes_parallel_config and slot.owner._parallel_config is not None:
-            slot.inner._parallel_config = slot.owner._parallel_config  # enable_parallelism found only us to tell
+        _pass_on_parallel_config(slot)
         _write(module, slot.inner)
 
 
@@ -191,7 +192,16 @@ def _keep(module: Module, slot: Slot) -> None:
 
 
 def _with_owner(slot: Slot, owner: FFPAAttnProcessor) -> Slot:
-    return slot if slot.owner is owner else replace(slot, owner=owner)
+    if slot.owner is owner:
+        return slot
+    _pass_on_parallel_config(slot)
+    return replace(slot, owner=owner)
+
+
+def _pass_on_parallel_config(slot: Slot) -> None:
+    """enable_parallelism tells the installed processor only; whoever comes after it must know too."""
+    if slot.takes_parallel_config and slot.owner._parallel_config is not None:
+        slot.inner._parallel_config = slot.owner._parallel_config
 
 
 def _write(module: Module, processor: Any) -> None:
@@ -233,7 +243,7 @@ def capture(module: Module, inner: Any, owner: FFPAAttnProcessor) -> Slot | str:
     found = names_used(call, twin or kind, holder)
     if _pinned_to_flex(kind, call, found):
         return f"{kind.__name__} is made for flex attention"
-    if not found & {_DISPATCH, _SDPA}:
+    if not found & {_DISPATCH, _SDPA} and kind.__module__.startswith("diffusers."):
         return f"{kind.__name__} computes no softmax attention that could be handed over"
     slot = Slot(owner, inner, inner, accepts=_named_parameters(call), class_name=kind.__name__, in_place=in_place)
     signature.grow(slot.accepts)
@@ -294,13 +304,15 @@ def _every_dispatch_names_the_backend(call: types.FunctionType) -> bool:
 @functools.lru_cache(maxsize=1024)
 def names_used(call: types.FunctionType, *owners: type) -> frozenset[str]:
     """Which attention functions `call` reaches: itself, through helpers of its module or methods of `owners`."""
-    wanted = {_DISPATCH, _SDPA, _FLEX}
+    wanted = {_DISPATCH, _SDPA, _FLEX, _PACKED}
     found: set[str] = set()
     queue, seen = [call], {call}
     while queue:
         function = queue.pop()
         names = _code_names(function.__code__)
         found |= names & wanted
+        if any(function.__globals__.get(name) is F.scaled_dot_product_attention for name in names):
+            found.add(_SDPA)  # imported under another name
         for name in names - wanted:
             helpers = [function.__globals__.get(name)]
             if not name.startswith("__") and name != "forward" or "super" in names:

@@ -72,17 +72,21 @@ class FFPAAttnProcessor:
         return self._run(slot, attn, (attn, *args), kwargs)
 
     def _run(self, slot: Slot, attn: Module, args: Any, kwargs: Any) -> Any:
+        chosen = self._attention_backend
+        if chosen is not None and chosen != "ffpa":  # model.set_attention_backend asked for somebody else's kernel
+            return _step_aside(slot, chosen, args, kwargs)
         if slot.worker is None or not redirect.backend_registered:
             if is_context_parallel(self._parallel_config):
                 raise NotImplementedError(
                     f"context parallelism with {slot.class_name}, which does not use diffusers' attention dispatcher: "
-                    "each rank would attend to its own part of the sequence only."
+                    "each rank would attend to its own part of the sequence only. (If this model is not split and only "
+                    "shares its FFPAAttnProcessor with one that is, give each model its own instance.)"
                 )
             with Redirect(self.route, attn, slot.scale):
                 return slot.function(*args, **kwargs)
-        worker, backend = slot.worker, self._attention_backend or slot.backend
-        if worker._attention_backend != backend:
-            worker._attention_backend = backend
+        worker = slot.worker
+        if worker._attention_backend != slot.backend:
+            worker._attention_backend = slot.backend
         if slot.takes_parallel_config:  # enable_parallelism came after us, or before
             parallel = self._parallel_config if self._parallel_config is not None else slot.inner._parallel_config
             if worker._parallel_config is not parallel:
@@ -91,6 +95,14 @@ class FFPAAttnProcessor:
             with Redirect(self.route, attn, slot.scale):
                 return run_with_backend(self.route, attn, worker, args, kwargs)
         return run_with_backend(self.route, attn, worker, args, kwargs)
+
+
+def _step_aside(slot: Slot, backend: Any, args: Any, kwargs: Any) -> Any:
+    if slot.worker is None:
+        return slot.function(*args, **kwargs)
+    if slot.worker._attention_backend != backend:
+        slot.worker._attention_backend = backend
+    return slot.worker(*args, **kwargs)
 
 
 def _without_strangers(slot: Slot, kwargs: dict[str, Any]) -> dict[str, Any]:

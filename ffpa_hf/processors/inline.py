@@ -9,10 +9,11 @@ import functools
 import types
 from typing import TYPE_CHECKING, Any
 
-from torch.nn import Module
+from torch.nn import Module, MultiheadAttention
 
 from ffpa_hf.processors.capture import (
     _ATTRIBUTE,
+    _PACKED,
     Slot,
     holds_processor,
     is_accelerated,
@@ -29,15 +30,23 @@ _ATTENTION = frozenset({"dispatch_attention_fn", "scaled_dot_product_attention"}
 
 
 @functools.cache
-def _computes_attention(kind: Any) -> bool:
+def _used(kind: Any) -> frozenset[str]:
     forward = getattr(kind, "forward", None)
-    return isinstance(forward, types.FunctionType) and bool(names_used(forward, kind) & _ATTENTION)
+    return names_used(forward, kind) if isinstance(forward, types.FunctionType) else frozenset()
 
 
 def has_inline_attention(module: Module) -> bool:
     """Does this module's own `forward` (not a child's) call attention, with no processor in between?"""
     kind: Any = type(module)
-    return not holds_processor(module) and _computes_attention(kind)
+    return not holds_processor(module) and not isinstance(module, MultiheadAttention) and bool(_used(kind) & _ATTENTION)
+
+
+def why_out_of_reach(module: Module) -> str | None:
+    """The reason why a module's inline attention stays torch's, or None where there is no such attention."""
+    kind: Any = type(module)
+    if isinstance(module, MultiheadAttention) or _PACKED in _used(kind):
+        return "torch's multi_head_attention_forward projects and attends in one call"
+    return None
 
 
 def install_inline(module: Module, owner: FFPAAttnProcessor) -> None:

@@ -55,9 +55,21 @@ def _on_import(module: Any) -> None:
 
 def _add(module: Any) -> None:
     name = module.__name__
-    if name not in _undo:
-        _undo[name] = []
+    if name in _undo:
+        return
+    _undo[name] = []
+    try:
         _ADDITIONS[name][1](module, _undo[name])
+    except Exception as problem:  # this may run while diffusers is being imported, which must go on
+        for step in reversed(_undo.pop(name)):
+            step()
+        logger.warning(
+            "ffpa_hf could not add itself to %s, which differs from what it knows (%s: %s). "
+            "ffpa_hf.enable(model) does without it.",
+            name,
+            type(problem).__name__,
+            problem,
+        )
 
 
 def _replace(owner: Any, name: str, value: Any, steps: list[Callable[[], None]]) -> None:
@@ -214,14 +226,7 @@ def _add_backend(module: Any, steps: list[Callable[[], None]]) -> None:
     member = str.__new__(names, BACKEND)
     member._name_, member._value_, member.__objclass__ = BACKEND.upper(), BACKEND, names
     member._sort_order_ = len(names._member_names_)
-    names._member_names_.append(member._name_)
-    names._member_map_[member._name_] = member
-    names._value2member_map_[BACKEND] = member
-    type.__setattr__(names, member._name_, member)
-    registry.register(member, constraints=[module._check_device, module._check_shape], supports_context_parallel=True)(
-        _ffpa_attention
-    )
-    redirect.backend_registered = True
+    constraints = [module._check_device, module._check_shape]
 
     def remove() -> None:
         redirect.backend_registered = False
@@ -230,12 +235,20 @@ def _add_backend(module: Any, steps: list[Callable[[], None]]) -> None:
         for table in (registry._backends, registry._constraints, registry._supported_arg_names):
             table.pop(member, None)
         registry._supports_context_parallel.discard(BACKEND)
-        names._member_names_.remove(member._name_)
-        names._member_map_.pop(member._name_)
-        names._value2member_map_.pop(BACKEND)
-        type.__delattr__(names, member._name_)
+        if member._name_ in names._member_names_:
+            names._member_names_.remove(member._name_)
+        names._member_map_.pop(member._name_, None)
+        names._value2member_map_.pop(BACKEND, None)
+        if member._name_ in vars(names):
+            type.__delattr__(names, member._name_)
 
     steps.append(remove)
+    names._member_names_.append(member._name_)
+    names._member_map_[member._name_] = member
+    names._value2member_map_[BACKEND] = member
+    type.__setattr__(names, member._name_, member)
+    registry.register(member, constraints=constraints, supports_context_parallel=True)(_ffpa_attention)
+    redirect.backend_registered = True
     if _wanted_by_environment:
         registry.set_active_backend(member)
 

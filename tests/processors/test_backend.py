@@ -94,6 +94,26 @@ def test_models_enabled_before_unregister_stay_accelerated(monkeypatch):
     assert not any(capture.slot_of(module) for module in model.modules())
 
 
+def test_a_diffusers_that_differs_is_no_reason_to_fail(caplog):
+    """Additions run while diffusers is being imported: what does not fit is left out, and what was begun undone."""
+    from types import SimpleNamespace
+
+    from ffpa_hf.processors import registry
+
+    name = "diffusers.models.attention_processor"
+    registry.undo()
+
+    class Attention:
+        def set_processor(self, processor):
+            raise NotImplementedError
+
+    plain = Attention.set_processor
+    with caplog.at_level("WARNING", logger="ffpa_hf"):
+        registry._add(SimpleNamespace(__name__=name, Attention=Attention))  # no set_attention_slice
+    assert Attention.set_processor is plain and name not in registry._undo
+    assert "set_attention_slice" in caplog.text and "ffpa_hf.enable" in caplog.text
+
+
 # --- diffusers' switch ------------------------------------------------------------------------------------------------
 
 
@@ -125,6 +145,23 @@ def test_another_backend_takes_over_from_the_switch(monkeypatch):
     with torch.no_grad(), tiny.counted(monkeypatch) as calls:
         tiny.run(model, inputs)
     assert calls == []
+
+
+@pytest.mark.parametrize("name", ["flux", "sd3", "cosmos"])
+def test_our_processor_steps_aside_for_a_backend_chosen_after_it(name, monkeypatch):
+    model, inputs = tiny.make(name)
+    with torch.no_grad():
+        expected = tiny.run(model, inputs)
+        model.set_attn_processor(FFPAAttnProcessor())
+        for backend, served in (("native", False), ("ffpa", True), ("native", False), (None, True)):
+            if backend is None:
+                model.reset_attention_backend()
+                Registry.set_active_backend(Names.NATIVE)
+            else:
+                model.set_attention_backend(backend)
+            with tiny.counted(monkeypatch) as calls:
+                assert (tiny.run(model, inputs) - expected).abs().max() <= TOLERANCE
+            assert bool(calls) == served, backend
 
 
 def test_the_switch_leaves_a_chosen_processor_alone():
@@ -213,6 +250,26 @@ def test_flex_pinned_processors_run_unchanged_and_are_reported():
     module.set_processor(FFPAAttnProcessor())
     assert module.processor is pinned and capture.slot_of(module) is None
     assert "flex" in ffpa_hf.report(module).rows[0].reason
+
+
+def test_attention_imported_under_another_name_is_found(monkeypatch):
+    module = attention_processor.Attention(8, heads=1, dim_head=8)
+    namespace: dict[str, Any] = {}
+    source = (
+        "from torch.nn.functional import scaled_dot_product_attention as attend\n"
+        "class Mine:\n"
+        "    def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None):\n"
+        "        query = attn.to_q(hidden_states)[:, None]\n"
+        "        return attend(query, query, query)[:, 0]\n"
+    )
+    exec(source, namespace)
+    hidden = torch.randn(1, 3, 8)
+    module.set_processor(namespace["Mine"]())
+    expected = module(hidden)
+    module.set_processor(FFPAAttnProcessor())
+    with tiny.counted(monkeypatch) as calls:
+        assert torch.equal(module(hidden), expected)
+    assert len(calls) == 1
 
 
 def test_linear_attention_runs_unchanged_and_is_reported():
@@ -324,6 +381,19 @@ def test_ring_refuses_what_it_would_get_wrong():
         attention_dispatch.dispatch_attention_fn(
             query, query, query, dropout_p=0.1, backend="ffpa", parallel_config=config
         )
+
+
+def test_parallelism_survives_a_change_of_processor():
+    """enable_parallelism writes on the installed processor; without it the next would attend locally, silently."""
+    model, _ = tiny.make("flux")
+    module = model.transformer_blocks[0].attn
+    original, first, config = module.processor, FFPAAttnProcessor(), object()
+    model.set_attn_processor(first)
+    first._parallel_config = config
+    model.set_attn_processor(FFPAAttnProcessor())
+    assert original._parallel_config is config
+    ffpa_hf.disable(model)
+    assert module.processor is original and original._parallel_config is config
 
 
 def test_context_parallelism_without_the_dispatcher_raises():
