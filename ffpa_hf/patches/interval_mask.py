@@ -190,7 +190,7 @@ def _slice(
         key_mask = None if key_mask is None else key_mask[:, begin:stop]
         if kind == "causal" and begin != 0:
             kind = ""
-    return IntervalMask(low, high, key_mask, tuple(size), kind)
+    return IntervalMask(low, high, key_mask, (size[0], size[1], size[2], size[3]), kind)
 
 
 def _clip(position: int, length: int) -> int:

@@ -344,6 +344,24 @@ def test_a_model_outside_the_interface_is_never_silently_wrong(name):
     assert torch.equal(logits["ffpa"][keep], logits["eager"][keep])
 
 
+def test_the_audio_tower_of_gemma4_gets_the_mask_it_can_read():
+    config = transformers.Gemma4AudioConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=4, output_proj_dims=32, conv_kernel_size=3
+    )
+    module = importlib.import_module("transformers.models.gemma4.modeling_gemma4")
+    sound, heard = torch.randn(2, 64, 128), torch.arange(64).expand(2, -1) < torch.tensor([[64], [40]])
+    out = {}
+    for implementation in ("ffpa", "eager", "sdpa"):
+        torch.manual_seed(0)
+        try:
+            model = module.Gemma4AudioModel._from_config(copy.deepcopy(config), attn_implementation=implementation)
+        except ValueError:  # releases that read an additive mask refuse "sdpa"
+            continue
+        out[implementation] = model.eval()(sound, heard).last_hidden_state
+    # releases that accept "sdpa" here misread the additive mask of their own "eager"
+    assert torch.equal(out["ffpa"], out.get("sdpa", out["eager"]))
+
+
 def test_a_model_from_elsewhere_that_adds_its_mask_stops_at_its_first_call():
     mask = ffpa_mask(
         batch_size=1,

@@ -175,7 +175,7 @@ def compositions(draw):
     batch = draw(st.integers(1, 3))
     kv_offset = draw(st.sampled_from([0, 0, 0, 3]))
     q_len, past = draw(st.integers(1, 9)), draw(st.integers(0, 5))
-    spare = draw(st.sampled_from([0, 0, 2]))  # a static cache has room left
+    spare = draw(st.sampled_from([0, 0, 1, 2]))  # a static cache has room left
     q_offset, kv_len = kv_offset + past, past + q_len + spare
     total = kv_offset + kv_len
     packable = q_offset == 0 and kv_offset == 0 and spare == 0
@@ -236,6 +236,11 @@ def test_any_composition_means_what_sdpa_mask_says(composition):
     given_mask = ours(function, geometry, padding, vmap)
     assert given_mask is not None and given_mask.shape == wanted.shape
     assert torch.equal(dense(given_mask), wanted)
+    if getattr(given_mask, "kind", ""):
+        pattern = torch.ones(wanted.shape[2:], dtype=torch.bool)
+        pattern = pattern.tril() if given_mask.kind == "causal" else pattern
+        exists = True if given_mask.key_mask is None else given_mask.key_mask[:, None, None]
+        assert torch.equal(dense(given_mask), (pattern & exists).expand(wanted.shape))
 
 
 def documents(*lengths):
@@ -317,6 +322,42 @@ def test_rows_that_are_no_runs_stay_dense_and_exact():
     mask = ours(one_id_for_two_images, (1, 6, 6, 0, 0), None)
     assert type(mask) is torch.Tensor
     assert torch.equal(mask, reference(one_id_for_two_images, (1, 6, 6, 0, 0), None))
+
+
+TRICKY = {
+    "a padded row whose block lies beyond another key": (
+        mu.or_masks(mu.causal_mask_function, _images(0, -1, 0, 0)),
+        torch.tensor([[0, 1, 1, 1]], dtype=torch.bool),
+    ),
+    "a union with a padding function": (
+        mu.or_masks(mu.causal_mask_function, mu.padding_mask_function(torch.tensor([[False, True, False, True]]))),
+        None,
+    ),
+    "an intersection with a padding function": (
+        mu.and_masks(mu.causal_mask_function, mu.padding_mask_function(torch.tensor([[False, True, False, True]]))),
+        torch.tensor([[1, 1, 1, 0]], dtype=torch.bool),
+    ),
+}
+if hasattr(mu, "remap_positions_for_packed_sequence"):
+    TRICKY["positions that restart without documents"] = (
+        mu.remap_positions_for_packed_sequence(mu.causal_mask_function, torch.tensor([[0, 1, 0, 1]])),
+        None,
+    )
+
+
+@pytest.mark.parametrize("name", TRICKY)
+def test_what_looks_like_a_run_and_is_none(name):
+    function, padding = TRICKY[name]
+    assert torch.equal(dense(ours(function, (1, 4, 4, 0, 0), padding)), reference(function, (1, 4, 4, 0, 0), padding))
+
+
+def test_a_padded_prefix_is_recognised(monkeypatch):
+    """PaliGemma's padding carries the prefix's id: the id occurs twice, but not among keys that exist."""
+    function = mu.or_masks(mu.causal_mask_function, _images(0, 0, 0, -1, -1, 0, 0))
+    padding = torch.arange(7)[None] < 5
+    wanted = reference(function, (1, 7, 7, 0, 0), padding)
+    monkeypatch.setattr(mask_recognition, "evaluate", lambda *_: pytest.fail("evaluated"))
+    assert torch.equal(dense(ours(function, (1, 7, 7, 0, 0), padding)), wanted)
 
 
 def test_holes_in_the_padding_mask_stay_intervals():
