@@ -16,6 +16,7 @@ from ffpa_hf.kernels.triton.primitives import (
     BIG,
     LOG2E,
     Operand,
+    Visibility,
     base2_scores,
     hide,
     kept,
@@ -69,6 +70,7 @@ def row_delta(
     D: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, INT: tl.constexpr,
 ):  # fmt: skip
     """delta [B, Hq, Nq] = rowsum(grad_out * out) - grad_lse; grad_lse fp32 with strides (b, h, n), or None."""
+    grad_lse_strides = grad_lse_strides[0:3]
     tiles = tl.cdiv(n_q, BM)
     pid = tl.program_id(0)
     row = pid % tiles * BM
@@ -177,10 +179,12 @@ def backward_scores(
     the keys seen by its HULL_M rows reach it (dQ reads it) or the rows seeing its HULL_N keys do (dK and dV read it);
     other tiles are left as they are. Every written tile is written whole, with zeros where nothing is visible.
     """
-    q = Operand(q, q_tail, q_strides)
-    k = Operand(k, k_tail, k_strides)
-    v = Operand(v, v_tail, v_strides)
-    grad_out = Operand(grad_out, grad_out_tail, grad_out_strides)
+    q = Operand(q, q_tail, q_strides[0:3])
+    k = Operand(k, k_tail, k_strides[0:3])
+    v = Operand(v, v_tail, v_strides[0:3])
+    grad_out = Operand(grad_out, grad_out_tail, grad_out_strides[0:3])
+    seen = Visibility(seen.mask, seen.bias, seen.key_mask, seen.row_start, seen.row_end, seen.strides[0:14])
+    saved = Saved(saved.lse, saved.stats, saved.stats_size, saved.delta)
     RANGES: tl.constexpr = CAUSAL or seen.row_start is not None
     GROUP: tl.constexpr = 8  # row tiles visited together, so that their K and V tiles are read from L2 once
     tiles_m = tl.cdiv(row1 - row0, BM)
@@ -230,8 +234,8 @@ def gradient_query(
     CAUSAL: tl.constexpr, TMA: tl.constexpr, INT: tl.constexpr,
 ):  # fmt: skip
     """dq[rows, W0 + W1 columns] = factor * dS K over the keys that some row of the tile sees."""
-    ds = Operand(ds, ds_tail, ds_strides)
-    k = Operand(k, k_tail, k_strides)
+    ds = Operand(ds, ds_tail, ds_strides[0:3])
+    k = Operand(k, k_tail, k_strides[0:3])
     tiles = tl.cdiv(row1 - row0, BM)
     pid = tl.program_id(0)
     col = pid % SLICES * (W0 + W1)
@@ -277,8 +281,8 @@ def gradient_key(
     dK: s is dS and x is Q; dV: s is P and x is dO. Where a group is worked off in several bands, all but the LAST leave
     their sum in partial (fp32 [1, 1, Nkv, D]) and all but the FIRST start from it.
     """
-    s = Operand(s, s_tail, s_strides)
-    x = Operand(x, x_tail, x_strides)
+    s = Operand(s, s_tail, s_strides[0:3])
+    x = Operand(x, x_tail, x_strides[0:3])
     tiles = tl.cdiv(n_kv, BN)
     pid = tl.program_id(0)
     col = pid % SLICES * (W0 + W1)
@@ -338,10 +342,13 @@ def gradient_bias(
     Sums dS (before the cap's derivative) in fp32, in a fixed order, over what the bias is broadcast along: `batches`
     and `heads` (1 where it has that dim), all row tiles unless PER_ROW, all key tiles unless PER_KEY.
     """
-    q = Operand(q, q_tail, q_strides)
-    k = Operand(k, k_tail, k_strides)
-    v = Operand(v, v_tail, v_strides)
-    grad_out = Operand(grad_out, grad_out_tail, grad_out_strides)
+    q = Operand(q, q_tail, q_strides[0:3])
+    k = Operand(k, k_tail, k_strides[0:3])
+    v = Operand(v, v_tail, v_strides[0:3])
+    grad_out = Operand(grad_out, grad_out_tail, grad_out_strides[0:3])
+    seen = Visibility(seen.mask, seen.bias, seen.key_mask, seen.row_start, seen.row_end, seen.strides[0:14])
+    saved = Saved(saved.lse, saved.stats, saved.stats_size, saved.delta)
+    dbias_strides = dbias_strides[0:4]
     RANGES: tl.constexpr = CAUSAL or seen.row_start is not None
     tiles_m = tl.cdiv(n_q, BM)
     tiles_n = tl.cdiv(n_kv, BN)

@@ -13,6 +13,7 @@ from ffpa_hf.kernels.triton.primitives import (
     LN2,
     LOG2E,
     Operand,
+    Visibility,
     base2_scores,
     hide,
     kept,
@@ -42,9 +43,10 @@ def attention_forward(
     not 0. Output columns: SLICES programs of W0 + W1 columns each, every one making the scores for itself.
     POSITIVE: scale > 0, which lets the maximum be taken before scaling.
     """
-    q = Operand(q, q_tail, q_strides)
-    k = Operand(k, k_tail, k_strides)
-    v = Operand(v, v_tail, v_strides)
+    q = Operand(q, q_tail, q_strides[0:3])
+    k = Operand(k, k_tail, k_strides[0:3])
+    v = Operand(v, v_tail, v_strides[0:3])
+    seen = Visibility(seen.mask, seen.bias, seen.key_mask, seen.row_start, seen.row_end, seen.strides[0:14])
     INTERVALS: tl.constexpr = seen.row_start is not None
     RANGES: tl.constexpr = CAUSAL or INTERVALS
     FOLD: tl.constexpr = POSITIVE and scores.cap is None and seen.bias is None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -285,7 +286,7 @@ def _row_delta(out: Tensor, grad_out: Tensor, grad_lse: Tensor | None, lse: Tens
     rows = 32
     device.row_delta[(lse.shape[0] * q_heads * -(-q_len // rows),)](
         out, grad_out, grad_lse, delta, _units(out), _units(grad_out),
-        None if grad_lse is None else _plain(grad_lse), q_heads, q_len,
+        (0, 0, 0) if grad_lse is None else _plain(grad_lse), q_heads, q_len,
         D=out.shape[3], BM=rows, BD=128, INT=index_type(out, grad_out, lse, grad_lse), num_warps=4,
     )  # fmt: skip
     return delta
@@ -323,17 +324,22 @@ def _score_factors(inputs: AttentionInputs) -> tuple[float, float | None, bool]:
 
 
 def _visibility(inputs: AttentionInputs) -> Visibility:
-    fields: dict[str, Any] = {}
-    if inputs.mask is not None:
-        fields.update(mask=inputs.mask.view(torch.uint8), mask_strides=_pair_strides(inputs.mask))
-    if inputs.bias is not None:
-        fields.update(bias=inputs.bias, bias_strides=_pair_strides(inputs.bias))
-    if inputs.key_mask is not None:
-        fields.update(key_mask=inputs.key_mask.view(torch.uint8), key_mask_strides=_plain(inputs.key_mask))
-    if inputs.row_start is not None and inputs.row_end is not None:
-        strides = _plain(inputs.row_start) + _plain(inputs.row_end)
-        fields.update(row_start=inputs.row_start, row_end=inputs.row_end, row_strides=strides)
-    return Visibility(**fields)
+    def part(tensor: Tensor | None, strides: Callable[[Tensor], tuple[int | None, ...]], dims: int) -> tuple[Any, ...]:
+        return (0,) * dims if tensor is None else strides(tensor)
+
+    mask, key_mask = inputs.mask, inputs.key_mask
+    return Visibility(
+        None if mask is None else mask.view(torch.uint8),
+        inputs.bias,
+        None if key_mask is None else key_mask.view(torch.uint8),
+        inputs.row_start,
+        inputs.row_end,
+        part(mask, _pair_strides, 4)
+        + part(inputs.bias, _pair_strides, 4)
+        + part(key_mask, _plain, 2)
+        + part(inputs.row_start, _plain, 2)
+        + part(inputs.row_end, _plain, 2),
+    )
 
 
 def _dropout(inputs: AttentionInputs) -> Dropout:

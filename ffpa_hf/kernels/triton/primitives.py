@@ -34,20 +34,20 @@ class Operand(NamedTuple):
 class Visibility(NamedTuple):
     """Which keys a row may see, and what is added to its scores. Absent parts are None, which removes their code.
 
-    mask: uint8, bias: float, both with strides (b, h, row, key) where a broadcast dim has 0 and a broadcast row dim has
-    None (then one vector over keys serves the whole tile). key_mask: uint8 with strides (b, key). row_start, row_end:
-    int32 with strides (b, row, b, row).
+    mask: uint8, bias: float, key_mask: uint8, row_start and row_end: int32, in the shapes of `AttentionInputs`.
+    strides, 0 in a broadcast dim: mask (b, h, row, key), bias (b, h, row, key), key_mask (b, key), row_start (b, row),
+    row_end (b, row). A mask or bias whose row dim is broadcast has None there: one vector over keys serves the tile.
+
+    Kernels start by taking the fields and `strides[0:14]` into a new tuple: after the first loop, Triton 3.6 forgets
+    the elements of an argument tuple that it took as constants, such as a stride of 1.
     """
 
-    mask: Any = None
-    mask_strides: Any = None
-    bias: Any = None
-    bias_strides: Any = None
-    key_mask: Any = None
-    key_mask_strides: Any = None
-    row_start: Any = None
-    row_end: Any = None
-    row_strides: Any = None
+    mask: Any
+    bias: Any
+    key_mask: Any
+    row_start: Any
+    row_end: Any
+    strides: Any
 
 
 class Dropout(NamedTuple):
@@ -109,10 +109,10 @@ def row_ranges(seen, i_b, o_m, n_q, n_kv, CAUSAL: tl.constexpr, INT: tl.constexp
     end = start + n_kv
     if seen.row_start is not None:
         i_b = i_b.to(INT)
-        first = seen.row_start + i_b * seen.row_strides[0]
-        last = seen.row_end + i_b * seen.row_strides[2]
-        start = tl.maximum(tl.load(first + o_m * seen.row_strides[1], mask=o_m < n_q, other=0), 0)
-        end = tl.minimum(tl.load(last + o_m * seen.row_strides[3], mask=o_m < n_q, other=0), n_kv)
+        first = seen.row_start + i_b * seen.strides[10]
+        last = seen.row_end + i_b * seen.strides[12]
+        start = tl.maximum(tl.load(first + o_m * seen.strides[11], mask=o_m < n_q, other=0), 0)
+        end = tl.minimum(tl.load(last + o_m * seen.strides[13], mask=o_m < n_q, other=0), n_kv)
     if CAUSAL:
         end = tl.minimum(end, o_m + 1)
     return start, end
@@ -143,15 +143,15 @@ def key_hull(seen, start, end, row, n_q, n_kv, BM: tl.constexpr, CAUSAL: tl.cons
 
 
 @triton.jit
-def load_pairs(source, strides, i_b, i_h, o_m, o_n, n_q, n_kv, other, INT: tl.constexpr):
-    """A tile of a mask or a bias: [BM, BN], or [1, BN] where the row dim is broadcast (its stride is None)."""
-    base = source + i_b.to(INT) * strides[0] + i_h.to(INT) * strides[1]
+def load_pairs(source, strides, i_b, i_h, o_m, o_n, n_q, n_kv, other, AT: tl.constexpr, INT: tl.constexpr):
+    """A tile of a mask or a bias, strides[AT : AT + 4]: [BM, BN], or [1, BN] where its row dim is broadcast."""
+    base = source + i_b.to(INT) * strides[AT] + i_h.to(INT) * strides[AT + 1]
     o_n = o_n[None, :]
-    if strides[2] is None:
-        return tl.load(base + o_n.to(INT) * strides[3], mask=o_n < n_kv, other=other)
+    if strides[AT + 2] is None:
+        return tl.load(base + o_n.to(INT) * strides[AT + 3], mask=o_n < n_kv, other=other)
     else:
         o_m = o_m[:, None]
-        offsets = o_m.to(INT) * strides[2] + o_n.to(INT) * strides[3]
+        offsets = o_m.to(INT) * strides[AT + 2] + o_n.to(INT) * strides[AT + 3]
         return tl.load(base + offsets, mask=(o_m < n_q) & (o_n < n_kv), other=other)
 
 
@@ -167,11 +167,11 @@ def hide(
         if TAIL:
             z = tl.where((o_n < n_kv)[None, :], z, float("-inf"))
     if seen.key_mask is not None:
-        base = seen.key_mask + i_b.to(INT) * seen.key_mask_strides[0]
-        there = tl.load(base + o_n * seen.key_mask_strides[1], mask=o_n < n_kv, other=0)
+        base = seen.key_mask + i_b.to(INT) * seen.strides[8]
+        there = tl.load(base + o_n * seen.strides[9], mask=o_n < n_kv, other=0)
         z = tl.where((there != 0)[None, :], z, float("-inf"))
     if seen.mask is not None:
-        keep = load_pairs(seen.mask, seen.mask_strides, i_b, i_h, o_m, o_n, n_q, n_kv, 0, INT)
+        keep = load_pairs(seen.mask, seen.strides, i_b, i_h, o_m, o_n, n_q, n_kv, 0, 0, INT)
         z = tl.where(keep != 0, z, float("-inf"))
     return z
 
@@ -184,7 +184,7 @@ def base2_scores(s, scores, seen, i_b, i_h, o_m, o_n, n_q, n_kv, INT: tl.constex
         z = scores.cap * (1.0 - 2.0 / (tl.exp2(z) + 1.0))
     capped = z
     if seen.bias is not None:
-        b = load_pairs(seen.bias, seen.bias_strides, i_b, i_h, o_m, o_n, n_q, n_kv, 0.0, INT).to(tl.float32)
+        b = load_pairs(seen.bias, seen.strides, i_b, i_h, o_m, o_n, n_q, n_kv, 0.0, 4, INT).to(tl.float32)
         z += tl.where(b == float("-inf"), b, tl.maximum(b * LOG2E, LOWEST))
     return z, capped
 
