@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 _ATTRIBUTE = "_ffpa_slot"
 _DISPATCH, _SDPA, _FLEX = "dispatch_attention_fn", "scaled_dot_product_attention", "flex_attention"
 _PACKED = "multi_head_attention_forward"  # torch's own module: projections, attention and all in one call
+_UNNAMED = "dispatch_attention_fn without a backend"
 _DISPATCH_MODULE = "diffusers.models.attention_dispatch"
 
 
@@ -205,10 +206,8 @@ def _pass_on_parallel_config(slot: Slot) -> None:
 
 
 def _write(module: Module, processor: Any) -> None:
-    if isinstance(processor, Module) or "processor" not in module._modules:
-        module.processor = processor
-        return
-    module._modules.pop("processor")
+    if not isinstance(processor, Module):
+        module._modules.pop("processor", None)
     module.processor = processor
 
 
@@ -256,7 +255,7 @@ def capture(module: Module, inner: Any, owner: FFPAAttnProcessor) -> Slot | str:
         slot.backend = _our_backend()
         slot.worker = copy.copy(inner) if slot.backend is not None else None
         slot.takes_parallel_config = hasattr(inner, "_parallel_config")
-        slot.needs_mode = _SDPA in found or not _every_dispatch_names_the_backend(call)
+        slot.needs_mode = bool(found & {_SDPA, _UNNAMED})
     return slot
 
 
@@ -286,24 +285,27 @@ def _named_parameters(call: Callable[..., Any]) -> frozenset[str]:
     return frozenset(name for name, parameter in inspect.signature(call).parameters.items() if parameter.kind in kinds)
 
 
-def _pinned_to_flex(kind: type, call: types.FunctionType, found: frozenset[str]) -> bool:
+def is_made_for_flex(kind: type) -> bool:
+    """Does a processor class itself declare the flex backend?"""
     declared = getattr(kind, "_attention_backend", None)
+    return getattr(declared, "value", declared) == "flex"
+
+
+def _pinned_to_flex(kind: type, call: types.FunctionType, found: frozenset[str]) -> bool:
     names = call.__code__.co_names
     return (
-        getattr(declared, "value", declared) == "flex"
+        is_made_for_flex(kind)
         or _FLEX in found
         or (_DISPATCH in names and ("FLEX" in names or "flex" in call.__code__.co_consts))
     )
 
 
-def _every_dispatch_names_the_backend(call: types.FunctionType) -> bool:
-    used = [instruction.argval for instruction in dis.get_instructions(call)]
-    return used.count("_attention_backend") >= used.count(_DISPATCH)
-
-
 @functools.lru_cache(maxsize=1024)
 def names_used(call: types.FunctionType, *owners: type) -> frozenset[str]:
-    """Which attention functions `call` reaches: itself, through helpers of its module or methods of `owners`."""
+    """Which attention functions `call` reaches: itself, through helpers of its module or methods of `owners`.
+
+    `_UNNAMED` is among them where a function dispatches more often than it reads a backend to name.
+    """
     wanted = {_DISPATCH, _SDPA, _FLEX, _PACKED}
     found: set[str] = set()
     queue, seen = [call], {call}
@@ -313,6 +315,10 @@ def names_used(call: types.FunctionType, *owners: type) -> frozenset[str]:
         found |= names & wanted
         if any(function.__globals__.get(name) is F.scaled_dot_product_attention for name in names):
             found.add(_SDPA)  # imported under another name
+        if _DISPATCH in names:
+            used = [instruction.argval for instruction in dis.get_instructions(function)]
+            if used.count(_DISPATCH) > used.count("_attention_backend") + used.count("backend"):
+                found.add(_UNNAMED)
         for name in names - wanted:
             helpers = [function.__globals__.get(name)]
             if not name.startswith("__") and name != "forward" or "super" in names:

@@ -196,6 +196,8 @@ def _follow_switch(model: Any, backend: Any) -> None:
         if not capture.holds_processor(module):
             continue
         slot = capture.slot_of(module)
+        if wanted and capture.is_made_for_flex(type(module.processor)):
+            vars(module.processor).pop("_attention_backend", None)  # it would raise; its class says flex
         if shared is None:
             if slot is not None and isinstance(slot.owner, _SwitchedProcessor):
                 capture.uninstall(module)

@@ -17,6 +17,7 @@ pytest.importorskip("diffusers")
 
 import diffusers_models as tiny  # noqa: E402
 from diffusers.models import attention, attention_dispatch, attention_processor, modeling_utils  # noqa: E402
+from diffusers.models.attention_dispatch import dispatch_attention_fn  # noqa: E402
 
 import ffpa_hf  # noqa: E402
 from ffpa_hf import FFPAAttnProcessor  # noqa: E402
@@ -197,9 +198,9 @@ def test_no_call_is_served_twice_when_processor_and_active_backend_meet(monkeypa
 def test_debug_checks_of_the_dispatcher_pass(monkeypatch):
     monkeypatch.setattr(Registry, "_checks_enabled", True)
     query = torch.randn(1, 4, 2, 8)
-    attention_dispatch.dispatch_attention_fn(query, query, query, backend="ffpa")
+    dispatch_attention_fn(query, query, query, backend="ffpa")
     with pytest.raises(ValueError, match="same dtype"):
-        attention_dispatch.dispatch_attention_fn(query, query.double(), query, backend="ffpa")
+        dispatch_attention_fn(query, query.double(), query, backend="ffpa")
 
 
 def test_backend_honours_every_argument_and_returns_the_log_sum_exp():
@@ -228,7 +229,7 @@ def test_a_block_mask_goes_to_flex(monkeypatch):
     monkeypatch.setitem(Registry._backends, Names.FLEX, flex)
     mask = create_block_mask(lambda b, h, q, k: q >= k, 1, 1, 128, 128, device="cpu")
     query = torch.randn(1, 128, 1, 16)
-    result = attention_dispatch.dispatch_attention_fn(query, query, query, attn_mask=mask, scale=0.5, backend="ffpa")
+    result = dispatch_attention_fn(query, query, query, attn_mask=mask, scale=0.5, backend="ffpa")
     assert result is query and seen[0]["attn_mask"] is mask and seen[0]["scale"] == 0.5
 
 
@@ -240,9 +241,7 @@ def test_flex_pinned_processors_run_unchanged_and_are_reported():
         _attention_backend = "flex"
 
         def __call__(self, attn, hidden_states, **_):
-            return attention_dispatch.dispatch_attention_fn(
-                hidden_states, hidden_states, hidden_states, backend=self._attention_backend
-            )
+            return dispatch_attention_fn(hidden_states, hidden_states, hidden_states, backend=self._attention_backend)
 
     module = attention_processor.Attention(8, heads=1, dim_head=8)
     pinned = Pinned()
@@ -250,6 +249,10 @@ def test_flex_pinned_processors_run_unchanged_and_are_reported():
     module.set_processor(FFPAAttnProcessor())
     assert module.processor is pinned and capture.slot_of(module) is None
     assert "flex" in ffpa_hf.report(module).rows[0].reason
+    model, _ = tiny.make("vae_kl")
+    model.decoder.mid_block.attentions[0].set_processor(pinned)
+    model.set_attention_backend("ffpa")  # diffusers writes the name on it, and it would raise
+    assert pinned._attention_backend == "flex"
 
 
 def test_attention_imported_under_another_name_is_found(monkeypatch):
@@ -270,6 +273,35 @@ def test_attention_imported_under_another_name_is_found(monkeypatch):
     with tiny.counted(monkeypatch) as calls:
         assert torch.equal(module(hidden), expected)
     assert len(calls) == 1
+
+
+def _mixed_helper(query: Any) -> Any:
+    return dispatch_attention_fn(query, query, query)
+
+
+@pytest.mark.parametrize("by", ["one call", "a helper"])
+def test_calls_that_name_no_backend_are_reached_beside_calls_that_do(by, monkeypatch):
+    """QwenImage 2.1's prefill passes backend=None."""
+
+    class Mixed:
+        _attention_backend = None
+
+        def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None):
+            query = attn.to_q(hidden_states)[:, :, None]
+            if by == "a helper":
+                first = _mixed_helper(query)
+            else:
+                first = dispatch_attention_fn(query, query, query, backend=None)
+            second = dispatch_attention_fn(first, first, first, backend=self._attention_backend)
+            return second[:, :, 0]
+
+    module, hidden = attention_processor.Attention(8, heads=1, dim_head=8), torch.randn(1, 3, 8)
+    module.set_processor(Mixed())
+    expected = module(hidden)
+    module.set_processor(FFPAAttnProcessor())
+    with tiny.counted(monkeypatch) as calls:
+        assert torch.equal(module(hidden), expected)
+    assert len(calls) == 2 and all(call["site"] is module for call in calls)
 
 
 def test_linear_attention_runs_unchanged_and_is_reported():
@@ -374,13 +406,11 @@ def test_ring_refuses_what_it_would_get_wrong():
     config = SimpleNamespace(context_parallel_config=SimpleNamespace(ring_degree=2, ulysses_degree=1))
     query = torch.randn(1, 4, 2, 8)
     with pytest.raises(NotImplementedError, match="ring"):
-        attention_dispatch.dispatch_attention_fn(
+        dispatch_attention_fn(
             query, query, query, torch.ones(1, 4, dtype=torch.bool), backend="ffpa", parallel_config=config
         )
     with pytest.raises(NotImplementedError, match="dropout_p"):
-        attention_dispatch.dispatch_attention_fn(
-            query, query, query, dropout_p=0.1, backend="ffpa", parallel_config=config
-        )
+        dispatch_attention_fn(query, query, query, dropout_p=0.1, backend="ffpa", parallel_config=config)
 
 
 def test_parallelism_survives_a_change_of_processor():
