@@ -157,7 +157,7 @@ def ffpa_attention_forward(
     if attention_mask is None and sliding_window is not None:
         mask.slide(sliding_window, causal)
     if cu_seq_lens_q is not None and causal:
-        mask.separate(cu_seq_lens_q, cu_seq_lens_k, query.shape[0])
+        mask.separate(cu_seq_lens_q, cu_seq_lens_k, query.shape[0], _chunk_size(module))
     if indices is not None:
         mask.select(_chosen(indices, key.shape[2])[:, None])
     if block_indices is not None:
@@ -238,14 +238,16 @@ class _Mask:
         elif self.q_len == self.kv_len:
             self.rows = RowIntervals.sliding_window(self.q_len, self.kv_len, window + 1, self.device, causal=False)
 
-    def separate(self, cu_q: Tensor, cu_k: Tensor | None, batch: int) -> None:
-        """No document of a packed row sees another one."""
+    def separate(self, cu_q: Tensor, cu_k: Tensor | None, batch: int, chunk: int | None) -> None:
+        """No document of a packed row sees another one; chunks of a chunked layer start with their document."""
         if batch != 1:
             raise ValueError(
                 f"cu_seq_lens_q describes documents packed into a batch of one, but the batch is {batch}; flatten the "
                 "batch, or give an attention_mask instead."
             )
-        documents = _documents(cu_q, cu_q if cu_k is None else cu_k, self.q_len, self.kv_len, self.device)
+        documents = _documents(cu_q, cu_q if cu_k is None else cu_k, self.q_len, self.kv_len, self.device, chunk)
+        if chunk is not None and self.rows is not None:  # its chunks may have been counted from the first document
+            self.rows = replace(self.rows, start=torch.zeros_like(self.rows.start), _ranges={})
         if self.tensor is not None:
             self.select(documents.dense(self.kv_len))
         else:
@@ -288,13 +290,31 @@ class _Mask:
         return RowIntervals.causal(self.q_len, self.kv_len, self.device) if self.causal else self.rows
 
 
-def _documents(cu_q: Tensor, cu_k: Tensor, q_len: int, kv_len: int, device: torch.device) -> RowIntervals:
-    """Per query row the keys of its document. Where queries were cut, their last rows are the last ones of the pack."""
+def _documents(
+    cu_q: Tensor, cu_k: Tensor, q_len: int, kv_len: int, device: torch.device, chunk: int | None
+) -> RowIntervals:
+    """Per query row the keys of its document, or of its document from the row's chunk on.
+
+    Where queries were cut, their last rows are the last ones of the pack.
+    """
     cu_q, cu_k = cu_q.to(device, torch.int32), cu_k.to(device, torch.int32)
     row = torch.arange(q_len, dtype=torch.int32, device=device) + (cu_q[-1] - q_len).clamp(min=0)
     document = torch.searchsorted(cu_q[1:].contiguous(), row, right=True)
     edges = torch.cat([cu_k, cu_k.new_full((1,), kv_len)])  # what follows the last document stands apart
-    return RowIntervals(edges[document][None], edges[document + 1][None])
+    start = edges[document]
+    if chunk is not None:
+        begin = cu_q[document]
+        start = start + torch.div(row - begin, chunk, rounding_mode="floor") * chunk
+    return RowIntervals(start[None], edges[document + 1][None])
+
+
+def _chunk_size(module: Module) -> int | None:
+    """The chunk length of a layer with chunked attention (Llama 4)."""
+    config = getattr(module, "config", None)
+    size, kinds = getattr(config, "attention_chunk_size", None), getattr(config, "layer_types", None)
+    if size is None or kinds is None:
+        return size
+    return size if kinds[getattr(module, "layer_idx", 0)] == "chunked_attention" else None
 
 
 def _chosen(indices: Tensor, kv_len: int) -> Tensor:
