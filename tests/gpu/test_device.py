@@ -98,7 +98,7 @@ def test_dropout_in_a_graph_draws_anew_at_each_replay(forced, backend):
     assert not torch.equal(first, out)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["sdpa", *BACKENDS])
 @pytest.mark.parametrize("which", ["query", "key", "value", "upstream", "mask"])
 @pytest.mark.parametrize("how", ["offset", "padded rows"])
 def test_unaligned_views_are_right(forced, backend, which, how):
@@ -114,7 +114,7 @@ def test_unaligned_views_are_right(forced, backend, which, how):
     want = _forward_backward(tensors, backend)
     tensors[which] = unaligned(tensors[which])
     for got, expected in zip(_forward_backward(tensors, backend), want, strict=True):
-        assert torch.equal(got, expected)
+        assert torch.equal(got, expected) if backend != "sdpa" else error(got, expected) < 1e-2
 
 
 def _forward_backward(tensors: dict[str, Tensor], backend: str) -> list[Tensor]:
@@ -286,7 +286,7 @@ def test_import_starts_no_cuda_context():
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_compiled_forward_and_backward_equal_eager(forced, backend):
+def test_compiled_forward_and_backward_equal_eager(backend):
     leaves = [randn(1, 4, 640, 128, grad=True) for _ in range(3)]
     upstream = randn(1, 4, 640, 128)
 

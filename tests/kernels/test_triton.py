@@ -374,7 +374,7 @@ def _layouts(device):
         "fused": tuple(fused[:, :, part].transpose(1, 2) for part in range(3)),
         "sliced": (wide[..., :head_dim], wide[..., head_dim:], wide[..., :head_dim]),
         "expanded": (one, one, one),
-        "every other row": (wide[:, :, ::2, :head_dim],) * 3,
+        "every other row": (wide[:, :, ::2, :head_dim], wide[:, :, 1::2, :head_dim], wide[:, :, ::2, head_dim:]),
     }
 
 
@@ -476,7 +476,6 @@ def test_every_way_of_dividing_the_scratch_gives_the_gradients(device, case, lim
     if case == "window":
         inputs = with_intervals(inputs, RowIntervals.sliding_window(200, 120, 30, device))
     plans = []
-    original = configs.plan_for
 
     def limited(config, shape, itemsize, needs, workspace_mb):
         plan = configs.plan_backward(
@@ -488,7 +487,6 @@ def test_every_way_of_dividing_the_scratch_gives_the_gradients(device, case, lim
         plans.append(plan)
         return plan
 
-    assert original is configs.plan_for
     monkeypatch.setattr(configs, "plan_for", limited)
     check(inputs)
     (plan,) = plans
@@ -519,6 +517,78 @@ def test_backward_is_the_same_bit_for_bit_every_time(device):
     for _ in range(20 if ON_GPU else 1):
         again = triton.backward(inputs, out, lse, stats, grad_out, None, needs, TritonBackend())
         assert all(a is b or torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+# --- the forward for wide heads -----------------------------------------------------------------------------------------
+
+SMALL = configs.WideConfig(configs.ScoresConfig(64, 64, 64, 4, 2), configs.ProductConfig(64, 64, 32, 4, 2))
+
+
+@pytest.fixture
+def wide(monkeypatch):
+    """Every forward takes the wide kernels, in rounds of three blocks of rows; returns the tensors of moved references."""
+    monkeypatch.setattr(configs, "choose_wide", lambda *_: SMALL)
+
+    def three_blocks(config, lanes, q_len, *_):
+        tiles = -(-q_len // config.scores.block_m)
+        if tiles > 3:
+            return [configs.WideRound(lane, 1, tile, min(3, tiles - tile)) for lane in range(lanes)
+                    for tile in range(0, tiles, 3)]  # fmt: skip
+        count = 3 // tiles
+        return [configs.WideRound(lane, min(count, lanes - lane), 0, tiles) for lane in range(0, lanes, count)]
+
+    monkeypatch.setattr(configs, "wide_rounds", three_blocks)
+
+
+def _wide_cases(device):
+    rng_state = torch.tensor([5, 2**34 + 1], device=device)
+    mask = torch.rand(1, 2, 150, 200, device=device) > 0.4
+    mask[:, :, 3] = False
+    bias = torch.randn(1, 2, 150, 200, device=device)
+    bias[:, :, 4] = torch.finfo(torch.float32).min
+    bias[:, :, 5] = float("-inf")
+    return {
+        "plain": {},
+        "causal": {"is_causal": True},
+        "mask": {"mask": mask},
+        "bias": {"bias": bias},
+        "sinks": {"sinks": torch.tensor([3.0, float("-inf")], device=device)},
+        "dropout": {"dropout_p": 0.3, "rng_state": rng_state, "is_causal": True},
+        "softcap": {"softcap": 3.0},
+    }
+
+
+@pytest.mark.parametrize("kind", sorted(_wide_cases("cpu")))
+def test_the_forward_for_wide_heads(device, kind, wide):
+    inputs = make(device, head_dim=72, q_len=150, kv_len=200, **_wide_cases(device)[kind])
+    check(inputs, lse_rows=slice(5, None))
+
+
+@pytest.mark.parametrize("kind", ["window", "some rows see nothing", "padding"])
+def test_the_forward_for_wide_heads_skips_by_intervals(device, kind, wide):
+    inputs = make(device, batch=2, heads=1, q_len=250, kv_len=300)
+    check(with_intervals(inputs, _interval_cases(device, 250, 300)[kind]))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_reference_that_must_move_keeps_every_key(device, is_causal, wide, monkeypatch):
+    """Scores grow along the keys far beyond the margin, so that sums are rescaled between segments."""
+    moves = []
+    product = launch.forward_product
+
+    class Watched:
+        def __getitem__(self, grid):
+            def launch_product(*args, **kwargs):
+                moves.append(next(arg for arg in args if getattr(arg, "dtype", None) == torch.int32)[:, 0].max().item())
+                return product[grid](*args, **kwargs)
+
+            return launch_product
+
+    monkeypatch.setattr(launch, "forward_product", Watched())
+    inputs = make(device, q_len=150, kv_len=260, scale=1.0, is_causal=is_causal)
+    growth = torch.linspace(0.0, 4.0, 260, device=device)[:, None].to(DTYPE)
+    check(replace(inputs, key=inputs.key * growth), tolerance=max(1e-4, TOLERANCE[DTYPE]))
+    assert max(moves) >= 2
 
 
 # --- configs: one pinned above, all of them here ----------------------------------------------------------------------

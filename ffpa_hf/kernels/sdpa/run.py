@@ -46,11 +46,13 @@ def _fused(inputs: AttentionInputs) -> Tensor:
         grouped = False
     kwargs = {"enable_gqa": True} if grouped else {}
     scale = inputs.scale
-    if scale == 0.0:  # flash and cuDNN answer NaN
-        query, scale = query * 0.0, 1.0
-    if mask is not None and query.device.type == "cuda":
-        mask = _fused_mask(mask, query.dtype)
-    return F.scaled_dot_product_attention(
+    if scale <= 0.0:  # flash and cuDNN answer NaN
+        query, scale = (query * 0.0, 1.0) if scale == 0.0 else (-query, -scale)
+    if query.device.type == "cuda":
+        query, key, value = _readable(query), _readable(key), _readable(value)
+        if mask is not None:
+            mask = _fused_mask(mask, query.dtype, key.shape[-2])
+    out = F.scaled_dot_product_attention(
         query,
         key,
         value,
@@ -60,19 +62,31 @@ def _fused(inputs: AttentionInputs) -> Tensor:
         scale=scale,
         **kwargs,
     )
+    if out.requires_grad and query.device.type == "cuda" and not torch.compiler.is_compiling():
+        out.register_hook(_readable)
+    return out
 
 
-def _fused_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
+def _readable(tensor: Tensor) -> Tensor:
+    """`tensor`, or a copy where it starts off a 16-byte border: torch's fused kernels fault on such addresses."""
+    if torch.compiler.is_compiling() or tensor.data_ptr() % 16 == 0:
+        return tensor
+    return tensor.clone()
+
+
+def _fused_mask(mask: Tensor, dtype: torch.dtype, kv_len: int) -> Tensor:
     """A mask in the one form that every fused CUDA kernel of torch answers rightly (seen on an H200, torch 2.11).
 
     cuDNN lets rows without keys see something under a bool mask, not under minus infinities. Mem-efficient and cuDNN
     multiply by log2(e), which turns finite minima into minus infinity: -1e30 stays finite and absorbs any score as well.
     """
+    if mask.shape[-1] != kv_len:  # mem-efficient takes no mask that is broadcast along the keys
+        mask = mask.expand(*mask.shape[:-1], kv_len)
     if mask.dtype == torch.bool:
-        return torch.where(mask, 0.0, float("-inf")).to(dtype)
-    if mask.dtype == torch.float16:
-        return mask
-    return torch.where(mask == float("-inf"), mask, mask.clamp(min=_ABSORBING))
+        return torch.where(mask, 0.0, float("-inf")).to(dtype).contiguous()
+    if mask.dtype != torch.float16:  # its minimum is no danger
+        mask = torch.where(mask == float("-inf"), mask, mask.clamp(min=_ABSORBING))
+    return _readable(mask.contiguous())
 
 
 def _needs_grad(inputs: AttentionInputs) -> bool:
