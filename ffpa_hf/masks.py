@@ -203,20 +203,27 @@ class RowIntervals:
         if q_len == 0 or blocks == 0:
             return first, last
         block_begin = torch.arange(blocks, dtype=torch.int32, device=self.device) * RANGE_BLOCK
-        step = q_len
-        if not torch.compiler.is_compiling():  # a graph holds one dense comparison; eager bounds the scratch
-            step = max(1, _RANGE_SCRATCH_ELEMENTS // max(1, batch * blocks))
+        row = torch.arange(q_len, dtype=torch.int32, device=self.device)[None, :, None]
+        if torch.compiler.is_compiling():  # one dense comparison; a loop would tie the graph to the length
+            return _first_and_last(row, start[..., None], end[..., None], block_begin, q_len)
+        step = max(1, _RANGE_SCRATCH_ELEMENTS // max(1, batch * blocks))
         for begin in range(0, q_len, step):
-            low, high = start[:, begin : begin + step, None], end[:, begin : begin + step, None]
-            sees = (low < block_begin + RANGE_BLOCK) & (high > block_begin) & (low < high)
-            row = torch.arange(begin, begin + low.shape[1], dtype=torch.int32, device=self.device)[None, :, None]
-            first = torch.minimum(first, torch.where(sees, row, q_len).amin(1))
-            last = torch.maximum(last, torch.where(sees, row + 1, 0).amax(1))
-        return first.to(torch.int32), last.to(torch.int32)
+            piece = slice(begin, begin + step)
+            low, high = start[:, piece, None], end[:, piece, None]
+            piece_first, piece_last = _first_and_last(row[:, piece], low, high, block_begin, q_len)
+            first, last = torch.minimum(first, piece_first), torch.maximum(last, piece_last)
+        return first, last
 
     def _map(self, function: Any) -> dict[str, Any]:
         tensors = {name: getattr(self, name) for name in ("start", "end", "key_mask", "bias")}
         return {name: None if tensor is None else function(tensor) for name, tensor in tensors.items()}
+
+
+def _first_and_last(row: Tensor, low: Tensor, high: Tensor, block: Tensor, q_len: int) -> tuple[Tensor, Tensor]:
+    """First and last + 1 of the rows whose keys `[low, high)` reach into the blocks that begin at `block`."""
+    sees = (low < block + RANGE_BLOCK) & (high > block) & (low < high)
+    first, last = torch.where(sees, row, q_len).amin(1), torch.where(sees, row + 1, 0).amax(1)
+    return first.to(torch.int32), last.to(torch.int32)
 
 
 def _combine(first: Tensor | None, second: Tensor | None, operation: Any) -> Tensor | None:

@@ -91,7 +91,24 @@ def _forward(*values: Any) -> tuple[Tensor, Tensor, Tensor]:
     *call, forward, _ = values
     config = decode(forward)
     out, lse, row_stats = _kernel(config.name).forward(_inputs(tuple(call)), config)
-    return out, lse, row_stats
+    return _as_promised(out, call[0]), lse, row_stats
+
+
+def _as_promised(tensor: Tensor, like: Tensor) -> Tensor:
+    """`tensor` in the memory order that the fake kernel tells compilers: that of `torch.empty_like(like)`.
+
+    Kernels write it so from the start; a copy is made only where the input itself had to be copied.
+    """
+    if tensor.stride() == like.stride():
+        return tensor
+    stride = torch.empty_like(like, device="meta").stride()
+    return tensor if tensor.stride() == stride else torch.empty_like(like).copy_(tensor)
+
+
+def _above_autograd() -> Any:
+    """Lets a graph be recorded inside an operator, where the dispatcher has left autograd behind."""
+    excluded = torch._C._dispatch_tls_local_exclude_set().remove(torch._C.DispatchKey.AutogradFunctionality)
+    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
 
 
 def _backward(grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, row_stats: Tensor, *values: Any):
@@ -99,13 +116,17 @@ def _backward(grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tenso
     inputs = _inputs(tuple(call))
     config = decode(backward)
     if config.name == "sdpa":
-        grads = _kernel("sdpa").backward(inputs, grad_out, grad_lse, needs)
+        with _above_autograd():
+            grads = _kernel("sdpa").backward(inputs, grad_out, grad_lse, needs)
     else:
         grads = _kernel(config.name).backward(
             inputs, aligned(out), lse, row_stats, aligned(grad_out), grad_lse, tuple(needs), config
         )
-    nothing = inputs.query.new_empty(0)
-    return tuple(nothing.clone() if grad is None else grad for grad in grads)
+    given = dict(zip(_FIELDS, call, strict=True))
+    return tuple(
+        inputs.query.new_empty(0) if grad is None else _as_promised(grad, given[name])
+        for name, grad in zip(_DIFFERENTIABLE, grads, strict=True)
+    )
 
 
 for _key in ("CUDA", "CPU"):
