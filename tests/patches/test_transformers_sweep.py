@@ -75,9 +75,9 @@ FAMILIES = {
     ),
     "deepseek_v4": (
         "DeepseekV4ForCausalLM",
-        {"head_dim": 16, "num_key_value_heads": 1, "moe_intermediate_size": 16, "n_routed_experts": 4, "q_lora_rank": 16,
-         "num_experts_per_tok": 2, "sliding_window": 5, "index_topk": 2, "index_n_heads": 2, "index_head_dim": 16,
-         "qk_rope_head_dim": 8, "o_lora_rank": 8, "o_groups": 2},
+        {"head_dim": 16, "num_key_value_heads": 1, "moe_intermediate_size": 16, "n_routed_experts": 4,
+         "q_lora_rank": 16, "num_experts_per_tok": 2, "sliding_window": 5, "index_topk": 2, "index_n_heads": 2,
+         "index_head_dim": 16, "qk_rope_head_dim": 8, "o_lora_rank": 8, "o_groups": 2},
     ),
 }  # fmt: skip
 
