@@ -32,12 +32,12 @@ test: $(STAMP) ## the whole suite on the CPU, Triton kernels in Triton's interpr
 test-slow: $(STAMP) ## the large grids, minutes each
 	$(PYTEST_CPU) -m slow $(ARGS)
 
-# The same environment with another transformers laid over it, e.g. make test-transformers TRANSFORMERS=5.17.0
+# The same environment with another transformers, and what that needs, laid over it.
 TRANSFORMERS ?= 5.17.0
 test-transformers: $(STAMP) ## the transformers tests against TRANSFORMERS=5.17.0 (or another release)
-	test -d .overlay/$(TRANSFORMERS) || $(BIN)/python -m pip install -q --disable-pip-version-check --no-deps \
-		--target .overlay/$(TRANSFORMERS) transformers==$(TRANSFORMERS)
-	PYTHONPATH=.overlay/$(TRANSFORMERS) $(PYTEST_CPU) -m "not slow" tests/patches $(ARGS)
+	test -e .overlay/$(TRANSFORMERS)/.complete || { $(BIN)/python -m pip install -q --disable-pip-version-check \
+		--target .overlay/$(TRANSFORMERS) transformers==$(TRANSFORMERS) && touch .overlay/$(TRANSFORMERS)/.complete; }
+	PYTHONPATH=$(CURDIR)/.overlay/$(TRANSFORMERS) $(PYTEST_CPU) -m "not slow" tests/patches tests/test_demo.py $(ARGS)
 
 lint: $(STAMP) ## ruff and mypy
 	$(BIN)/ruff check .
