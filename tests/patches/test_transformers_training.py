@@ -64,11 +64,11 @@ def prepare(family, implementation, lora, checkpointing):
     return model.train()
 
 
-def curve(model, loss_function, steps=4, precision="no"):
+def curve(model, loss_function, steps=4, precision="no", rate=0.2):
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # one process, several precisions
     runner = accelerate.Accelerator(cpu=not torch.cuda.is_available(), mixed_precision=precision)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    model, optimiser = runner.prepare(model, torch.optim.SGD(parameters, 0.2))
+    model, optimiser = runner.prepare(model, torch.optim.SGD(parameters, rate))
     losses = []
     for _ in range(steps):
         loss = loss_function(model)
@@ -96,10 +96,14 @@ def test_losses_are_those_of_documents_apart(family, make_batch, checkpointing, 
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma4"])
-def test_mixed_precision_follows_eager(family):
-    losses = curve(prepare(family, "ffpa", False, False), lambda m: loss_of(m, flattened()), precision="bf16")
+def test_mixed_precision_follows_eager_in_float32(family):
+    # a small rate: with scores as large as Gemma 4's, half-precision runs of any implementation soon part ways
+    exact = curve(prepare(family, "eager", False, False), loss_apart, rate=0.02)
+    losses = curve(
+        prepare(family, "ffpa", False, False), lambda m: loss_of(m, flattened()), precision="bf16", rate=0.02
+    )
     assert losses[-1] < losses[0]
-    assert losses == pytest.approx(wanted(family, False), rel=0.02)
+    assert losses == pytest.approx(exact, rel=0.01)
 
 
 def test_a_route_stays_with_the_model_through_accelerate_and_lora():
