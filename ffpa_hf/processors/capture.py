@@ -15,11 +15,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.nn.functional as F
 from torch.nn import Module
 
+from ffpa_hf.dispatch import Route
 from ffpa_hf.processors import signature
-from ffpa_hf.processors.redirect import Redirect
+from ffpa_hf.processors.rebind import can_rebind, rebound
+from ffpa_hf.processors.redirect import Redirect, run_for
 from ffpa_hf.report import not_accelerated
 
 if TYPE_CHECKING:
@@ -37,10 +40,11 @@ class Slot:
     """One module's captured processor and how it is run.
 
     owner: the FFPAAttnProcessor whose route counts. inner: the very object that was replaced, or that stays in place
-    (in_place). function: what computes: inner, or its twin that calls F.sdpa. worker: a copy of inner whose dispatch
-    names our backend, or None. needs_mode: its calls do not all go through that backend. accepts: the arguments it
-    names. scale: for twins of processors that multiply by `attn.scale`. unfused: the slot from before
-    `fuse_qkv_projections`. enabled, before_enable: `ffpa_hf.enable` put owner here, over this FFPAAttnProcessor if any.
+    (in_place). function: what computes: inner, or its twin that calls F.sdpa. rebind: it does so itself and nowhere
+    else (see `rebind`). worker: a copy of inner whose dispatch names our backend, or None. needs_mode: its calls do not
+    all go through that backend. accepts: the arguments it names. scale: for twins of processors that multiply by
+    `attn.scale`. unfused: the slot from before `fuse_qkv_projections`. enabled, before_enable: `ffpa_hf.enable` put
+    owner here, over this FFPAAttnProcessor if any.
     """
 
     owner: FFPAAttnProcessor
@@ -49,6 +53,7 @@ class Slot:
     worker: Any = None
     backend: Any = None
     needs_mode: bool = False
+    rebind: bool = False
     takes_parallel_config: bool = False
     accepts: frozenset[str] = frozenset()
     class_name: str = ""
@@ -246,6 +251,12 @@ def capture(module: Module, inner: Any, owner: FFPAAttnProcessor) -> Slot | str:
         return f"{kind.__name__} computes no softmax attention that could be handed over"
     slot = Slot(owner, inner, inner, accepts=_named_parameters(call), class_name=kind.__name__, in_place=in_place)
     signature.grow(slot.accepts)
+    slot.rebind = (
+        _DISPATCH not in found
+        and can_rebind(call)
+        and call is (inner if inspect.isfunction(inner) else (twin or kind).__call__)  # not behind a decorator
+        and not names_used(call, twin or kind, holder, beyond=True) & {_SDPA}
+    )
     if twin is not None:
         slot.scale = None if getattr(module, "scale_qk", True) else module.scale  # type: ignore[assignment]
         slot.function = call if in_place else twin()
@@ -301,10 +312,11 @@ def _pinned_to_flex(kind: type, call: types.FunctionType, found: frozenset[str])
 
 
 @functools.lru_cache(maxsize=1024)
-def names_used(call: types.FunctionType, *owners: type) -> frozenset[str]:
+def names_used(call: types.FunctionType, *owners: type, beyond: bool = False) -> frozenset[str]:
     """Which attention functions `call` reaches: itself, through helpers of its module or methods of `owners`.
 
-    `_UNNAMED` is among them where a function dispatches more often than it reads a backend to name.
+    `_UNNAMED` is among them where a function dispatches more often than it reads a backend to name. beyond: leave out
+    what `call` does itself.
     """
     wanted = {_DISPATCH, _SDPA, _FLEX, _PACKED}
     found: set[str] = set()
@@ -312,7 +324,8 @@ def names_used(call: types.FunctionType, *owners: type) -> frozenset[str]:
     while queue:
         function = queue.pop()
         names = _code_names(function.__code__)
-        found |= names & wanted
+        if not (beyond and function is call):
+            found |= names & wanted
         if any(function.__globals__.get(name) is F.scaled_dot_product_attention for name in names):
             found.add(_SDPA)  # imported under another name
         if _DISPATCH in names:
@@ -345,6 +358,20 @@ def _of_library(base: type) -> bool:
     return base is not object and not base.__module__.startswith("torch.")
 
 
+# --- running ----------------------------------------------------------------------------------------------------------
+
+
+def run_sdpa(slot: Slot, route: Route, attn: Module, args: Any, kwargs: Any) -> Any:
+    """Run a processor whose attention is F.scaled_dot_product_attention."""
+    if slot.rebind and not torch.compiler.is_compiling():
+        function = slot.function
+        if not isinstance(function, types.FunctionType):
+            args, function = (function, *args), type(function).__call__
+        return run_for((route, attn, slot.scale), rebound(function), args, kwargs)
+    with Redirect(route, attn, slot.scale):
+        return slot.function(*args, **kwargs)
+
+
 # --- processors that stay in place ------------------------------------------------------------------------------------
 
 
@@ -362,8 +389,7 @@ def accelerated_class(original: type) -> type:
         slot = slot_of(attn)
         if slot is None or slot.inner is not self:
             return plain(self, attn, *args, **kwargs)
-        with Redirect(slot.owner.route, attn, slot.scale):
-            return slot.function(self, attn, *args, **kwargs)
+        return run_sdpa(slot, slot.owner.route, attn, (self, attn, *args), kwargs)
 
     return subclass(original, {"__call__": __call__}, accelerated_class)
 

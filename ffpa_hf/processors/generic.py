@@ -15,9 +15,9 @@ from torch.nn import Module
 from ffpa_hf.backends import Backend
 from ffpa_hf.dispatch import Route
 from ffpa_hf.processors import redirect, signature
-from ffpa_hf.processors.capture import Slot, adopt, slot_of
+from ffpa_hf.processors.capture import Slot, adopt, run_sdpa, slot_of
 from ffpa_hf.processors.parallel import is_context_parallel
-from ffpa_hf.processors.redirect import Redirect, run_with_backend
+from ffpa_hf.processors.redirect import Redirect, run_for
 
 logger = logging.getLogger("ffpa_hf")
 
@@ -82,8 +82,7 @@ class FFPAAttnProcessor:
                     "each rank would attend to its own part of the sequence only. (If this model is not split and only "
                     "shares its FFPAAttnProcessor with one that is, give each model its own instance.)"
                 )
-            with Redirect(self.route, attn, slot.scale):
-                return slot.function(*args, **kwargs)
+            return run_sdpa(slot, self.route, attn, args, kwargs)
         worker = slot.worker
         if worker._attention_backend != slot.backend:
             worker._attention_backend = slot.backend
@@ -93,8 +92,8 @@ class FFPAAttnProcessor:
                 worker._parallel_config = parallel
         if slot.needs_mode:
             with Redirect(self.route, attn, slot.scale):
-                return run_with_backend(self.route, attn, worker, args, kwargs)
-        return run_with_backend(self.route, attn, worker, args, kwargs)
+                return run_for((self.route, attn, None), worker, args, kwargs)
+        return run_for((self.route, attn, None), worker, args, kwargs)
 
 
 def _step_aside(slot: Slot, backend: Any, args: Any, kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The two ways in which a processor's attention call reaches `attend`: a function mode and the "ffpa" backend.
+"""How a processor's attention call reaches `attend`: from diffusers' dispatcher, from F.sdpa, or by a function mode.
 
 Knows tensors, routes and the module a call belongs to; knows no diffusers class, and does not import diffusers.
 """
@@ -21,18 +21,20 @@ from ffpa_hf.dispatch import Route
 from ffpa_hf.functional import attend
 from ffpa_hf.report import not_accelerated
 
-_AUTO = Route()
+#: (route, module, scale where the call names none) of a running processor.
+Caller = tuple[Route, Module | None, float | None]
+_NOBODY: Caller = (Route(), None, None)
 
 #: Whether diffusers' dispatcher knows our backend now; without it every call takes the function mode.
 backend_registered = False
 
 
 class _Scope(threading.local):
-    """What the running processor wants: `call` is (route, module), `busy` says that `attend` itself is running."""
+    """What the running processor wants: `call` is a `Caller`, `busy` says that `attend` itself is running."""
 
     def __init__(self) -> None:
         # On the instance, not the class: torch.compile guards on what this thread's namespace holds.
-        self.call: tuple[Route, Module | None] | None = None
+        self.call: Caller | None = None
         self.busy = False
 
 
@@ -55,11 +57,14 @@ class Redirect(TorchFunctionMode):
             return torch.unflatten(*args, **kwargs)
         if func is not F.scaled_dot_product_attention or _scope.busy:
             return func(*args, **kwargs)
-        return _from_sdpa(self, *args, **kwargs)
+        before, _scope.call = _scope.call, (self.route, self.site, self.scale)
+        try:
+            return from_sdpa(*args, **kwargs)
+        finally:
+            _scope.call = before
 
 
-def _from_sdpa(
-    mode: Redirect,
+def from_sdpa(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -69,8 +74,10 @@ def _from_sdpa(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    scale = mode.scale if scale is None else scale
-    return serve(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, False, mode.route, mode.site)
+    """F.sdpa's arguments, served for the processor that is running: `[B, H, N, D]`."""
+    route, site, own_scale = _scope.call or _NOBODY
+    scale = own_scale if scale is None else scale
+    return serve(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, False, route, site)
 
 
 def serve(
@@ -126,13 +133,13 @@ def _watched() -> bool:
     return any(not isinstance(mode, (Redirect, DeviceContext)) for mode in _get_current_function_mode_stack())
 
 
-def running_scope() -> tuple[Route, Module | None] | None:
-    """(route, module) of the processor that is running in this thread."""
+def running_scope() -> Caller | None:
+    """The processor that is running in this thread."""
     return _scope.call
 
 
 @contextlib.contextmanager
-def use_scope(call: tuple[Route, Module | None] | None) -> Iterator[None]:
+def use_scope(call: Caller | None) -> Iterator[None]:
     """Run as that processor would; for a backward that recomputes."""
     before, _scope.call = _scope.call, call
     try:
@@ -141,9 +148,9 @@ def use_scope(call: tuple[Route, Module | None] | None) -> Iterator[None]:
         _scope.call = before
 
 
-def run_with_backend(route: Route, site: Module, function: Any, args: Any, kwargs: Any) -> Any:
-    """Call `function`, whose dispatch names the "ffpa" backend, so that `from_dispatch` knows route and module."""
-    before, _scope.call = _scope.call, (route, site)
+def run_for(caller: Caller, function: Any, args: Any, kwargs: Any) -> Any:
+    """Call `function`, which reaches `from_dispatch` or `from_sdpa` by itself, so that they know for whom."""
+    before, _scope.call = _scope.call, caller
     try:
         return function(*args, **kwargs)
     finally:
@@ -165,8 +172,7 @@ def from_dispatch(
 
     A 2-D mask `[B, Nkv]` is a key mask, as diffusers' native backend reads it.
     """
-    scope = _scope.call
-    route, site = (_AUTO, None) if scope is None else scope
+    route, site, _ = _scope.call or _NOBODY
     if (
         isinstance(attn_mask, Tensor)
         and attn_mask.dim() == 2

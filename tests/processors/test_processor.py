@@ -146,6 +146,22 @@ def test_a_two_dimensional_mask_is_a_key_mask():
     assert (result - unmasked).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("name", ["flux", "wan", "sd3", "cogvideox", "unet_sdxl", "unet_added_kv", "vae_kl", "mochi"])
+def test_no_function_mode_slows_eager_down(name, monkeypatch):
+    """A mode sees every torch call of a processor; outside torch.compile the common ones need none."""
+    model, inputs = tiny.make(name)
+    model.set_attn_processor(FFPAAttnProcessor())
+
+    def no_mode(*_: Any) -> Any:
+        raise AssertionError("a function mode was entered")
+
+    monkeypatch.setattr("ffpa_hf.processors.capture.Redirect", no_mode)
+    monkeypatch.setattr("ffpa_hf.processors.generic.Redirect", no_mode)
+    with torch.no_grad(), tiny.counted(monkeypatch) as calls:
+        tiny.run(model, inputs)
+    assert calls and all(call["site"] is not None for call in calls)
+
+
 def test_views_reach_attention_and_the_output_keeps_their_layout(monkeypatch):
     model, inputs = tiny.make("flux")
     model.set_attn_processor(FFPAAttnProcessor())
