@@ -473,6 +473,7 @@ def registries():
         registry._global_mapping.update(entries)
     patch._before.clear()
     patch._before.update(kept)
+    ffpa_hf.register()  # unregister() took the name out of diffusers as well
 
 
 def test_both_registries_hold_ours_and_forget_it(registries):
