@@ -33,7 +33,7 @@ from ffpa_hf.kernels.philox import philox_keep_mask
 from ffpa_hf.kernels.triton import configs, launch
 from ffpa_hf.masks import RowIntervals
 
-F, S, P = configs.ForwardConfig, configs.ScoresConfig, configs.ProductConfig
+F, S, P, W = configs.ForwardConfig, configs.ScoresConfig, configs.ProductConfig, configs.WideConfig
 BF16 = torch.bfloat16
 
 
@@ -76,40 +76,33 @@ CASES = {
     "64": Case(48, 48, 17776, 64, batch=2),
 }
 
-_FWD512 = [
-    F(64, 128, 0, 512, 8, 1), F(64, 128, 64, 512, 8, 3), F(64, 128, 64, 512, 8, 4), F(64, 128, 128, 512, 8, 2),
-    F(64, 64, 0, 512, 8, 1), F(64, 64, 64, 512, 8, 4), F(128, 128, 64, 256, 8, 3), F(128, 64, 0, 256, 8, 1),
-]  # fmt: skip
-_FWD320 = [
-    F(128, 64, 0, 512, 8, 1), F(64, 128, 0, 512, 8, 1), F(128, 64, 64, 512, 8, 3), F(128, 128, 64, 512, 8, 2),
-    F(64, 64, 0, 512, 4, 1),
-]  # fmt: skip
-_FWD256 = [
-    F(128, 64, 0, 512, 8, 2), F(128, 128, 0, 512, 8, 1), F(64, 128, 0, 512, 4, 1), F(128, 128, 64, 512, 8, 3),
-    F(64, 64, 0, 512, 4, 1), F(64, 64, 0, 512, 4, 2),
-]  # fmt: skip
-_FWD1024 = [F(64, 128, 64, 512, 8, 3), F(64, 128, 128, 512, 8, 2), F(128, 128, 64, 256, 8, 3), F(64, 64, 64, 512, 8, 4)]
-FORWARD = {
-    "512": _FWD512,
-    "512causal": _FWD512[:7],
-    "512gqa": _FWD512[:3],
-    "512one": _FWD512[:2],
-    "320": _FWD320,
-    "384": [F(64, 128, 0, 512, 8, 1), F(128, 64, 0, 512, 8, 1), F(128, 64, 64, 512, 8, 3), F(64, 128, 64, 512, 8, 3)],
-    "256": _FWD256,
-    "256window": _FWD256[:3],
-    "1024": _FWD1024,
-    "640": [F(64, 128, 64, 512, 8, 3), F(128, 64, 64, 512, 8, 3), F(128, 128, 64, 256, 8, 3)],
-    "128": [F(128, 128, 0, 512, 8, 2), F(128, 64, 0, 512, 4, 2), F(64, 128, 0, 512, 4, 2), F(128, 128, 0, 512, 8, 3)],
-    "64": [F(128, 128, 0, 512, 8, 2), F(128, 128, 0, 512, 4, 3), F(64, 128, 0, 512, 4, 3), F(128, 64, 0, 512, 4, 3)],
+_WIDE = [
+    W(S(128, 128, 64, 4, 3), P(128, 320, 64, 8, 4)),
+    W(S(128, 128, 32, 4, 4), P(128, 320, 64, 8, 4)),
+    W(S(128, 256, 64, 8, 3), P(128, 320, 64, 8, 4)),
+    W(S(128, 128, 64, 8, 4), P(128, 320, 64, 8, 3)),
+    W(S(256, 128, 64, 8, 3), P(256, 128, 64, 8, 4)),
+]
+FORWARD: dict[str, list] = {
+    "512": [F(64, 128, 0, 512, 8, 1), *_WIDE],
+    "512causal": [F(64, 128, 0, 512, 8, 1), *_WIDE[:3]],
+    "512gqa": [F(64, 128, 0, 512, 8, 1), *_WIDE[:3]],
+    "512one": [F(64, 128, 0, 512, 8, 1), *_WIDE[:3]],
+    "320": [F(64, 64, 0, 512, 4, 2), *_WIDE[:3]],
+    "384": [F(64, 64, 0, 512, 4, 1), *_WIDE[:3]],
+    "256": [F(64, 128, 0, 512, 4, 1), *_WIDE[:3]],
+    "256window": [F(64, 128, 0, 512, 4, 1), F(64, 64, 0, 512, 4, 1), F(128, 64, 0, 512, 8, 2)],
+    "1024": [F(128, 128, 64, 256, 8, 4), *_WIDE[:4]],
+    "640": [F(128, 128, 64, 256, 8, 4), *_WIDE[:3]],
+    "128": [F(128, 128, 0, 512, 8, 2), F(64, 64, 0, 512, 4, 3), F(64, 64, 0, 512, 4, 2), F(64, 128, 0, 512, 4, 1)],
+    "64": [F(64, 128, 0, 512, 4, 3), F(64, 128, 0, 512, 4, 2), F(64, 64, 0, 512, 4, 2), F(128, 128, 0, 512, 4, 1)],
 }
 
 _SCORES = [
-    S(128, 128, 64, 8, 3), S(128, 128, 64, 8, 4), S(128, 128, 128, 8, 2), S(128, 256, 64, 8, 3), S(256, 128, 64, 8, 3),
-    S(128, 128, 64, 4, 3), S(128, 256, 64, 8, 4),
+    S(128, 128, 64, 4, 3), S(128, 128, 32, 4, 4), S(128, 128, 64, 8, 4), S(128, 256, 64, 8, 3),
 ]  # fmt: skip
-_QUERY = [P(128, 256, 64, 8, 4), P(128, 256, 64, 8, 3), P(128, 256, 128, 8, 2), P(256, 128, 64, 8, 4)]
-_KEY = [P(128, 256, 64, 8, 4), P(128, 256, 64, 8, 3), P(128, 256, 128, 8, 2), P(256, 128, 64, 8, 4)]
+_QUERY = [P(128, 320, 64, 8, 4), P(128, 320, 64, 8, 3)]
+_KEY = [P(128, 320, 64, 8, 4), P(128, 320, 64, 8, 3)]
 BASE = configs.BackwardConfig(_SCORES[0], _QUERY[0], _KEY[0], S(64, 64, 64, 4, 2))
 BACKWARD = ["512", "512causal", "512gqa", "320", "256", "256window", "1024", "640", "128"]
 SWEPT = ["512", "1024"]  # where every stage of the backward is tried in several tiles; elsewhere the best of "512"
@@ -161,14 +154,16 @@ class Choice:
         self.forward, self.backward = forward, backward
 
     def __enter__(self):
-        self.saved = configs.choose_forward, configs.choose_backward
+        self.saved = configs.choose_forward, configs.choose_wide, configs.choose_backward
         if self.forward is not None:
+            wide = isinstance(self.forward, W)
+            configs.choose_wide = lambda *_: self.forward if wide else None
             configs.choose_forward = lambda *_: self.forward
         if self.backward is not None:
             configs.choose_backward = lambda *_: self.backward
 
     def __exit__(self, *_):
-        configs.choose_forward, configs.choose_backward = self.saved
+        configs.choose_forward, configs.choose_wide, configs.choose_backward = self.saved
 
 
 # --- correctness ---------------------------------------------------------------------------------------------------
@@ -192,6 +187,15 @@ def checks():
     for head_dim in (64, 72, 128, 192, 256, 320, 384, 448, 512, 640, 1024):
         yield f"D{head_dim}", make(head_dim)
         yield f"D{head_dim} causal", make(head_dim, is_causal=True)
+    long = {"heads": 4, "kv_heads": 2, "q_len": 3300, "kv_len": 3100, "batch": 1}  # long enough for the wide forward
+    for head_dim in (320, 512, 1024):
+        yield f"D{head_dim} wide", make(head_dim, **long)
+    yield "D512 wide causal", make(512, **long, is_causal=True, sinks=randn(4))
+    yield "D512 wide growing", make(512, **long, scale=0.2)
+    yield "D512 wide dropout", make(512, **long, dropout_p=0.2, rng_state=rng)
+    yield "D512 wide bias", replace(make(512, **long), bias=randn(1, 4, 1, 3100))
+    window = RowIntervals.sliding_window(3300, 3100, 700, "cuda")
+    yield "D384 wide window", with_intervals(make(384, **long), window)
     yield "D512 fp16", make(512, dtype=torch.float16, is_causal=True)
     for head_dim in (64, 320, 512):
         base = make(head_dim)
@@ -319,6 +323,8 @@ def backward_rows(name):
 
 def precompile(only, index: int, count: int, checked: bool) -> None:
     launch.attention_forward = _Warm(launch.attention_forward)
+    launch.forward_scores = _Warm(launch.forward_scores)
+    launch.forward_product = _Warm(launch.forward_product)
     for kernel in ("row_delta", "backward_scores", "gradient_query", "gradient_key", "gradient_bias"):
         setattr(launch.device, kernel, _Warm(getattr(launch.device, kernel)))
     if checked:
@@ -330,7 +336,6 @@ def precompile(only, index: int, count: int, checked: bool) -> None:
     work = list(jobs(only))
     for name, direction, config in work[index::count]:
         case = CASES[name]
-        case = replace(case, heads=min(case.heads, 2 * case.heads // case.kv_heads), kv_heads=min(2, case.kv_heads))
         choice = Choice(config if direction == "fwd" else None, config if direction == "bwd" else None)
         with contextlib.suppress(Exception), choice:  # a failure is reported when it is timed
             inputs = tensors(case)
@@ -394,7 +399,7 @@ def time_case(name: str, case: Case, wanted: list, best: dict, deadline: float, 
         try:
             with Choice(None if backward else tiles, tiles if backward else None):
                 ms = median_ms(run_backward if backward else run_forward)
-                stages = stage_times(run_backward) if backward else {}
+                stages = stage_times(run_backward if backward else run_forward)
         except Exception as error:
             row["failed"] = str(error)[:500]
             print(f"{direction} {name:9s} failed: {str(error)[:90]!r} {short(tiles)}", flush=True)
@@ -475,8 +480,8 @@ def combine(table) -> configs.BackwardConfig:
 
 
 def short(config) -> str:
-    if isinstance(config, configs.BackwardConfig):
-        parts = (config.scores, config.query, config.key)
+    if isinstance(config, (configs.BackwardConfig, W)):
+        parts = (config.scores, config.product) if isinstance(config, W) else (config.scores, config.query, config.key)
         return " ".join("/".join(str(value) for value in asdict(part).values()) for part in parts)
     return "/".join(str(value) for value in asdict(config).values())
 

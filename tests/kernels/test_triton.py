@@ -519,14 +519,14 @@ def test_backward_is_the_same_bit_for_bit_every_time(device):
         assert all(a is b or torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
-# --- the forward for wide heads -----------------------------------------------------------------------------------------
+# --- the forward for wide heads ---------------------------------------------------------------------------------------
 
 SMALL = configs.WideConfig(configs.ScoresConfig(64, 64, 64, 4, 2), configs.ProductConfig(64, 64, 32, 4, 2))
 
 
 @pytest.fixture
 def wide(monkeypatch):
-    """Every forward takes the wide kernels, in rounds of three blocks of rows; returns the tensors of moved references."""
+    """Every forward takes the wide kernels, in rounds of three blocks of rows."""
     monkeypatch.setattr(configs, "choose_wide", lambda *_: SMALL)
 
     def three_blocks(config, lanes, q_len, *_):

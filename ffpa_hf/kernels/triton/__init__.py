@@ -56,7 +56,7 @@ def forward(inputs: AttentionInputs, config: TritonBackend) -> tuple[Tensor, Ten
     """(out like query, lse fp32 [B, Hq, Nq], row_stats fp32 [2, B, Hq, Nq] or empty where there is no bias)."""
     from ffpa_hf.kernels.triton import launch
 
-    return launch.forward(inputs)
+    return launch.forward(inputs, config.workspace_mb)
 
 
 def backward(
@@ -80,18 +80,30 @@ def describe(call: AttentionCall, config: TritonBackend | None = None) -> str:
     config = config or TritonBackend()
     target = configs.target_for(call.capability, call.is_rocm)
     itemsize = torch.empty((), dtype=call.dtype).element_size()
-    tile = configs.choose_forward(call.head_dim, call.q_len, target.smem_limit, itemsize, target.tma)
-    columns = configs.split_columns(call.head_dim, tile.width)
-    widths = f"{columns.first}+{columns.second}" if columns.second else f"{columns.first}"
+    busy = call.mask_kind == "bool" or call.has_bias or call.softcap is not None or call.dropout_p > 0
+    limits = target.smem_limit, itemsize, target.tma, busy
+    lanes = call.batch * call.q_heads
+    wide = configs.choose_wide(call.head_dim, lanes, call.q_len, call.kv_len, config.workspace_mb, *limits)
     loads = "TMA descriptors" if target.tma else "pointers"
-    text = (
-        f"attention_forward: {tile.block_m} x {tile.block_n} tiles, {columns.slices} x {widths} output columns, "
-        f"head dim {f'in steps of {tile.chunk}' if tile.chunk else 'at once'}, {tile.num_warps} warps, "
-        f"{tile.num_stages} stages, loads through {loads}."
-    )
+    if wide is not None:
+        scores, product = wide.scores, wide.product
+        columns = configs.split_columns(call.head_dim, product.width)
+        text = (
+            f"forward_scores: {scores.block_m} x {scores.block_n} tiles of probabilities to scratch (limit "
+            f"{config.workspace_mb} MiB); forward_product: {product.block} x {_widths(columns)} tiles; loads through "
+            f"{loads}."
+        )
+    else:
+        tile = configs.choose_forward(call.head_dim, call.q_len, *limits)
+        columns = configs.split_columns(call.head_dim, tile.width)
+        text = (
+            f"attention_forward: {tile.block_m} x {tile.block_n} tiles, {columns.slices} x {_widths(columns)} output "
+            f"columns, head dim {f'in steps of {tile.chunk}' if tile.chunk else 'at once'}, {tile.num_warps} warps, "
+            f"{tile.num_stages} stages, loads through {loads}."
+        )
     if not call.needs_grad or not call.q_len or not call.kv_len or not call.batch or not call.q_heads:
         return text
-    tiles = configs.choose_backward(call.head_dim, target.smem_limit, itemsize, target.tma)
+    tiles = configs.choose_backward(call.head_dim, *limits)
     shape = (call.batch, call.q_heads, call.kv_heads, call.q_len, call.kv_len, call.head_dim)
     plan = configs.plan_for(tiles, shape, itemsize, (True, True, True), config.workspace_mb)
     return (
@@ -99,6 +111,10 @@ def describe(call: AttentionCall, config: TritonBackend | None = None) -> str:
         f"{plan.scratch_bytes / 2**20:.0f} MiB of scratch (limit {config.workspace_mb}), {len(plan.rounds)} round"
         f"{'s' if len(plan.rounds) > 1 else ''}{', banded with fp32 sums' if plan.banded else ''}; then plain products."
     )
+
+
+def _widths(columns: configs.Columns) -> str:
+    return f"{columns.first}+{columns.second}" if columns.second else f"{columns.first}"
 
 
 @constant_under_compile

@@ -6,7 +6,7 @@ Must not import Triton or ask a device: launcher, tests and tuner all read the s
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 #: Usable shared memory per block, in bytes: AMD's 64 KB, then sm_86/89/120, sm_80, sm_90/100.
@@ -69,6 +69,14 @@ class ProductConfig:
     step: int
     num_warps: int
     num_stages: int
+
+
+@dataclass(frozen=True)
+class WideConfig:
+    """The forward for wide heads: scores to scratch, then their product with the values."""
+
+    scores: ScoresConfig
+    product: ProductConfig
 
 
 @dataclass(frozen=True)
@@ -144,7 +152,9 @@ def product_smem(config: ProductConfig, head_dim: int, itemsize: int) -> int:
     return (config.block + columns.width) * config.step * itemsize * config.num_stages
 
 
-def is_legal(config: ForwardConfig | BackwardConfig, head_dim: int, smem_limit: int, itemsize: int, tma: bool) -> bool:
+def is_legal(
+    config: ForwardConfig | WideConfig | BackwardConfig, head_dim: int, smem_limit: int, itemsize: int, tma: bool
+) -> bool:
     """Whether a config fits a device with `smem_limit` bytes of shared memory per block.
 
     The same answer serves launcher, tuner and tests. tma: tiles are loaded through descriptors; their boxes end at 256.
@@ -161,6 +171,14 @@ def is_legal(config: ForwardConfig | BackwardConfig, head_dim: int, smem_limit: 
         scores = config.scores
         # The products read whole steps of what the scores kernel writes in whole tiles.
         return fits and scores.block_n % config.query.step == 0 and scores.block_m % config.key.step == 0
+    if isinstance(config, WideConfig):
+        scores, product = config.scores, config.product
+        columns = split_columns(head_dim, product.width)
+        fits = max(scores_smem(scores, itemsize), product_smem(product, head_dim, itemsize)) <= smem_limit
+        fits = fits and scores.block_m * scores.block_n // (scores.num_warps * 32) <= _MAX_SCORES
+        fits = fits and product.block * columns.width // (product.num_warps * 32) <= _MAX_ACCUMULATOR
+        # The product reads whole steps of what the scores kernel wrote in whole tiles, in blocks of the same rows.
+        return fits and scores.block_n % product.step == 0 and scores.block_m == product.block
     columns = split_columns(head_dim, config.width)
     threads = config.num_warps * 32
     accumulator = config.block_m * (columns.width + config.block_n) // threads
@@ -200,6 +218,15 @@ _FORWARD_FEW_ROWS: tuple[tuple[int, ForwardConfig], ...] = (
     (1024, ForwardConfig(16, 16, 32, 256, 4, 1)),
 )
 
+# (blocks of rows up to, config) for head dims above _FUSED_UP_TO: many blocks run as two small ones per multiprocessor,
+# whose products and exponentials overlap; few blocks need a large tile each. Fewer than _WIDE_BLOCKS leave much idle.
+_FUSED_UP_TO = 256
+_WIDE_BLOCKS = 96
+_WIDE_TMA: tuple[tuple[int, WideConfig], ...] = (
+    (160, WideConfig(ScoresConfig(128, 256, 64, 8, 3), ProductConfig(128, 320, 64, 8, 4))),
+    (1 << 31, WideConfig(ScoresConfig(128, 128, 64, 4, 3), ProductConfig(128, 320, 64, 8, 4))),
+)
+
 _BACKWARD_TMA: tuple[BackwardConfig, ...] = (
     BackwardConfig(
         scores=ScoresConfig(128, 128, 64, 4, 3),
@@ -236,10 +263,22 @@ _BACKWARD_PLAIN: tuple[BackwardConfig, ...] = (
 )
 
 
+# Below, busy says that each score carries more work than a range test: a mask, bias, cap or dropout. What that needs
+# in registers beside a large tile would spill, so such a tile is spread over twice the warps or made smaller.
+_FORWARD_BUSY: tuple[tuple[int, ForwardConfig], ...] = (
+    (128, ForwardConfig(128, 64, 0, 512, 8, 2)),
+    (256, ForwardConfig(128, 64, 0, 512, 8, 2)),
+)
+
+
 @functools.lru_cache(maxsize=1024)
-def choose_forward(head_dim: int, q_len: int, smem_limit: int, itemsize: int = 2, tma: bool = False) -> ForwardConfig:
-    """The forward config of a call. Raises ValueError where no row of the tables fits."""
+def choose_forward(
+    head_dim: int, q_len: int, smem_limit: int, itemsize: int = 2, tma: bool = False, busy: bool = False
+) -> ForwardConfig:
+    """The fused forward's config. Raises ValueError where no row of the tables fits."""
     tables = (_FORWARD_TMA if tma else ()) + _FORWARD_PLAIN
+    if busy:
+        tables = _FORWARD_BUSY + tables
     if q_len <= 16:
         tables = _FORWARD_FEW_ROWS + tables
     for limit, config in tables:
@@ -249,11 +288,82 @@ def choose_forward(head_dim: int, q_len: int, smem_limit: int, itemsize: int = 2
 
 
 @functools.lru_cache(maxsize=1024)
-def choose_backward(head_dim: int, smem_limit: int, itemsize: int = 2, tma: bool = False) -> BackwardConfig:
+def choose_wide(
+    head_dim: int, lanes: int, q_len: int, kv_len: int, workspace_mb: int,
+    smem_limit: int, itemsize: int = 2, tma: bool = False, busy: bool = False,
+) -> WideConfig | None:  # fmt: skip
+    """The wide forward's config, None where the fused kernel is the better choice. lanes: batch times query heads."""
+    if not tma or head_dim <= _FUSED_UP_TO or q_len <= 64:
+        return None
+    for limit, config in _WIDE_TMA:
+        blocks = min(
+            lanes * -(-q_len // config.scores.block_m), _wide_blocks(config.scores, kv_len, itemsize, workspace_mb)
+        )
+        if busy:
+            config = replace(config, scores=replace(config.scores, block_n=128, num_warps=8))
+        if _WIDE_BLOCKS <= blocks <= limit and is_legal(config, head_dim, smem_limit, itemsize, tma):
+            return config
+    return None
+
+
+def _wide_blocks(config: ScoresConfig, kv_len: int, itemsize: int, workspace_mb: int) -> int:
+    """Blocks of rows whose probabilities and rescaling factors fit in `workspace_mb` MiB."""
+    return workspace_mb * 2**20 // (config.block_m * -(-kv_len // config.block_n) * (config.block_n * itemsize + 4))
+
+
+class WideRound(NamedTuple):
+    """Row tiles [tile0, tile0 + tiles) of the lanes [lane0, lane0 + lanes); a lane is one (batch, query head)."""
+
+    lane0: int
+    lanes: int
+    tile0: int
+    tiles: int
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of rows in the round."""
+        return self.lanes * self.tiles
+
+
+@functools.lru_cache(maxsize=512)
+def wide_rounds(
+    config: WideConfig, lanes: int, q_len: int, kv_len: int, is_causal: bool, itemsize: int, workspace_mb: int,
+    processors: int,
+) -> tuple[WideRound, ...]:  # fmt: skip
+    """The rounds of a wide forward, each within `workspace_mb` MiB of scratch (one block of rows at least).
+
+    Of the round sizes that fit, the one that leaves the fewest of the `processors` idle at the ends of rounds.
+    """
+    tiles = -(-q_len // config.scores.block_m)
+    fits = max(1, _wide_blocks(config.scores, kv_len, itemsize, workspace_mb))
+    if fits < tiles:
+        return tuple(
+            WideRound(lane, 1, tile, min(fits, tiles - tile)) for lane in range(lanes) for tile in range(0, tiles, fits)
+        )
+    resident = processors * max(1, 8 // config.scores.num_warps)
+
+    def waves(count: int) -> float:
+        """Time of all rounds of `count` lanes, in units of the longest block."""
+        whole, rest = divmod(lanes, count)
+
+        def one(size: int) -> float:
+            return max(1.0, size * tiles / resident / 2) if is_causal else float(-(-size * tiles // resident))
+
+        return whole * one(count) + (one(rest) if rest else 0.0)
+
+    most = min(lanes, fits // tiles)
+    count = min(range(most, max(0, most - 64), -1), key=waves)
+    return tuple(WideRound(lane, min(count, lanes - lane), 0, tiles) for lane in range(0, lanes, count))
+
+
+@functools.lru_cache(maxsize=1024)
+def choose_backward(
+    head_dim: int, smem_limit: int, itemsize: int = 2, tma: bool = False, busy: bool = False
+) -> BackwardConfig:
     """The backward config of a call. Raises ValueError where no row of the tables fits."""
     for config in (_BACKWARD_TMA if tma else ()) + _BACKWARD_PLAIN:
         if is_legal(config, head_dim, smem_limit, itemsize, tma):
-            return config
+            return replace(config, scores=replace(config.scores, num_warps=8)) if busy and tma else config
     raise ValueError(f"no Triton backward tile fits head_dim {head_dim} in {smem_limit} bytes of shared memory")
 
 

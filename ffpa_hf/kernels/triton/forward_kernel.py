@@ -18,6 +18,7 @@ from ffpa_hf.kernels.triton.primitives import (
     hide,
     kept,
     key_hull,
+    key_phases,
     load_tile,
     row_ranges,
     store_tile,
@@ -68,11 +69,7 @@ def attention_forward(
     o_m = row + tl.arange(0, BM)
     start, end = row_ranges(seen, i_b, o_m, n_q, n_kv, CAUSAL, INT)
     lo, hi, inner_lo, inner_hi = key_hull(seen, start, end, row, n_q, n_kv, BM, CAUSAL)
-    # Block borders: [begin, full) is tested, [full, tested) is inside every row's range, [tested, stop) is tested.
-    begin = lo // BN * BN
-    stop = tl.cdiv(hi, BN) * BN
-    full = tl.minimum(tl.maximum(tl.cdiv(inner_lo, BN) * BN, begin), stop)
-    tested = tl.minimum(tl.maximum(inner_hi // BN * BN, full), stop)
+    begin, full, tested, stop = key_phases(lo, hi, inner_lo, inner_hi, BN)
 
     # q0 [BM, D0], q1 [BM, D1]
     if CHUNK == 0:

@@ -22,6 +22,7 @@ from ffpa_hf.kernels.triton import backward_kernels as device
 from ffpa_hf.kernels.triton import configs
 from ffpa_hf.kernels.triton.forward_kernel import attention_forward
 from ffpa_hf.kernels.triton.primitives import Dropout, Operand, Scores, Visibility
+from ffpa_hf.kernels.triton.wide_forward_kernels import forward_product, forward_scores
 
 _LOG2E = math.log2(math.e)
 _LIMIT_32 = 2**31
@@ -50,11 +51,15 @@ def target_of(where: torch.device) -> configs.Target:
     return configs.target_for(torch.cuda.get_device_capability(where), torch.version.hip is not None)
 
 
-def forward(inputs: AttentionInputs) -> tuple[Tensor, Tensor, Tensor]:
+@functools.lru_cache(maxsize=64)
+def _processors(where: torch.device) -> int:
+    return torch.cuda.get_device_properties(where).multi_processor_count if where.type == "cuda" else 1
+
+
+def forward(inputs: AttentionInputs, workspace_mb: int) -> tuple[Tensor, Tensor, Tensor]:
     """(out like query, lse fp32 [B, Hq, Nq], row_stats fp32 [2, B, Hq, Nq] or empty) of one call."""
-    query, key, value = inputs.query, inputs.key, inputs.value
+    query, kv_len = inputs.query, inputs.key.shape[2]
     batch, q_heads, q_len, head_dim = query.shape
-    kv_len = key.shape[2]
     out = torch.empty_like(query)
     lse = torch.empty(batch, q_heads, q_len, dtype=torch.float32, device=query.device)
     stats = empty_stats(query) if inputs.bias is None else lse.new_empty(2, batch, q_heads, q_len)
@@ -64,28 +69,85 @@ def forward(inputs: AttentionInputs) -> tuple[Tensor, Tensor, Tensor]:
         return _without_keys(inputs, out, lse, stats)
 
     target = _target(query.device)
-    config = configs.choose_forward(head_dim, q_len, target.smem_limit, query.element_size(), target.tma)
+    limits = target.smem_limit, query.element_size(), target.tma, _busy(inputs)
+    wide = configs.choose_wide(head_dim, batch * q_heads, q_len, kv_len, workspace_mb, *limits)
+    with _on(query.device):
+        if wide is None:
+            _fused_forward(inputs, out, lse, stats, configs.choose_forward(head_dim, q_len, *limits), target.tma)
+        else:
+            _wide_forward(inputs, out, lse, stats, wide, target.tma, workspace_mb)
+    return out, lse, stats
+
+
+def _fused_forward(
+    inputs: AttentionInputs, out: Tensor, lse: Tensor, stats: Tensor, config: configs.ForwardConfig, tma: bool
+) -> None:
+    query, key, value = inputs.query, inputs.key, inputs.value
+    batch, q_heads, q_len, head_dim = query.shape
+    kv_len = key.shape[2]
     inner = configs.split_columns(head_dim, head_dim)
     columns = configs.split_columns(head_dim, config.width)
     q_boxes = (config.chunk, 0) if config.chunk else (inner.first, inner.second)
     slope, cap, positive = _score_factors(inputs)
     programs = batch * q_heads * -(-q_len // config.block_m) * columns.slices
-    with _on(query.device):
-        attention_forward[(programs,)](
-            *_operand(query, config.block_m, q_boxes, target.tma),
-            *_operand(key, config.block_n, q_boxes, target.tma),
-            *_operand(value, config.block_n, (columns.first, columns.second), target.tma),
-            out, _units(out), lse, stats if stats.numel() else None, inputs.sinks,
-            _visibility(inputs), _dropout(inputs), Scores(slope, cap),
-            q_heads, inputs.group, q_len, kv_len, lse.numel(),
-            D=head_dim, D0=inner.first, D1=inner.second, CHUNK=config.chunk,
-            W0=columns.first, W1=columns.second, SLICES=columns.slices,
-            BM=config.block_m, BN=config.block_n,
-            CAUSAL=inputs.is_causal, EVEN_KV=kv_len % config.block_n == 0, POSITIVE=positive,
-            TMA=target.tma, INT=index_type(query, key, value, out, lse, inputs.mask, inputs.bias),
-            num_warps=config.num_warps, num_stages=config.num_stages,
+    attention_forward[(programs,)](
+        *_operand(query, config.block_m, q_boxes, tma),
+        *_operand(key, config.block_n, q_boxes, tma),
+        *_operand(value, config.block_n, (columns.first, columns.second), tma),
+        out, _units(out), lse, stats if stats.numel() else None, inputs.sinks,
+        _visibility(inputs), _dropout(inputs), Scores(slope, cap),
+        q_heads, inputs.group, q_len, kv_len, lse.numel(),
+        D=head_dim, D0=inner.first, D1=inner.second, CHUNK=config.chunk,
+        W0=columns.first, W1=columns.second, SLICES=columns.slices,
+        BM=config.block_m, BN=config.block_n,
+        CAUSAL=inputs.is_causal, EVEN_KV=kv_len % config.block_n == 0, POSITIVE=positive,
+        TMA=tma, INT=index_type(query, key, value, out, lse, inputs.mask, inputs.bias),
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+
+
+def _wide_forward(
+    inputs: AttentionInputs, out: Tensor, lse: Tensor, stats: Tensor, config: configs.WideConfig, tma: bool,
+    workspace_mb: int,
+) -> None:  # fmt: skip
+    """Round by round over one scratch: probabilities of some blocks of rows, then their product with the values."""
+    query, key, value = inputs.query, inputs.key, inputs.value
+    batch, q_heads, q_len, head_dim = query.shape
+    kv_len = key.shape[2]
+    scores, product = config.scores, config.product
+    rows, itemsize = scores.block_m, query.element_size()
+    processors = _processors(query.device)
+    rounds = configs.wide_rounds(
+        config, batch * q_heads, q_len, kv_len, inputs.is_causal, itemsize, workspace_mb, processors
+    )
+    blocks = max(part.blocks for part in rounds)
+    slots = -(-kv_len // scores.block_n)
+    weights = query.new_empty(1, 1, blocks * rows, slots * scores.block_n)
+    norm = lse.new_empty(blocks, rows)
+    segments = torch.empty(blocks, slots + 1, dtype=torch.int32, device=query.device)
+    rescale = lse.new_empty(blocks, slots, rows)
+    split = configs.split_columns(head_dim, product.width)
+    slope, cap, _ = _score_factors(inputs)
+    seen = _visibility(inputs)
+    integer = index_type(query, key, value, out, lse, inputs.mask, inputs.bias, weights, rescale)
+    shared = {"D": head_dim, "CAUSAL": inputs.is_causal, "TMA": tma, "INT": integer}
+    for part in rounds:
+        forward_scores[(part.blocks,)](
+            *_operand(query, rows, (scores.chunk, 0), tma), *_operand(key, scores.block_n, (scores.chunk, 0), tma),
+            weights, _units(weights), norm, segments, rescale, lse, stats if stats.numel() else None, inputs.sinks,
+            seen, _dropout(inputs), Scores(slope, cap),
+            *part, weights.shape[3], slots, q_heads, inputs.group, q_len, kv_len, lse.numel(),
+            CHUNK=scores.chunk, BM=rows, BN=scores.block_n, EVEN_KV=kv_len % scores.block_n == 0, **shared,
+            num_warps=scores.num_warps, num_stages=scores.num_stages,
         )  # fmt: skip
-    return out, lse, stats
+        forward_product[(part.blocks * split.slices,)](
+            *_operand(weights, rows, (product.step, 0), tma),
+            *_operand(value, product.step, (split.first, split.second), tma),
+            out, _units(out), norm, segments, rescale, seen,
+            *part, weights.shape[2], weights.shape[3], slots, q_heads, inputs.group, q_len, kv_len,
+            W0=split.first, W1=split.second, SLICES=split.slices, BM=rows, BK=product.step, BN=scores.block_n, **shared,
+            num_warps=product.num_warps, num_stages=product.num_stages,
+        )  # fmt: skip
 
 
 def backward(
@@ -121,7 +183,8 @@ def backward(
 
     out, grad_out = aligned(out), aligned(grad_out)
     target = _target(query.device)
-    config = configs.choose_backward(head_dim, target.smem_limit, query.element_size(), target.tma)
+    limits = target.smem_limit, query.element_size(), target.tma, _busy(inputs)
+    config = configs.choose_backward(head_dim, *limits)
     with _on(query.device):
         delta = _row_delta(out, grad_out, grad_lse, lse)
         call = _Backward(inputs, lse, stats, grad_out, delta, target, config)
@@ -321,6 +384,11 @@ def _score_factors(inputs: AttentionInputs) -> tuple[float, float | None, bool]:
         slope = inputs.scale * _LOG2E
         return slope, None, slope > 1e-30
     return 2.0 * _LOG2E * inputs.scale / inputs.softcap, inputs.softcap * _LOG2E, False
+
+
+def _busy(inputs: AttentionInputs) -> bool:
+    """Whether each score carries more work than a range test."""
+    return not (inputs.mask is None and inputs.bias is None and inputs.softcap is None and inputs.rng_state is None)
 
 
 def _visibility(inputs: AttentionInputs) -> Visibility:

@@ -143,6 +143,16 @@ def key_hull(seen, start, end, row, n_q, n_kv, BM: tl.constexpr, CAUSAL: tl.cons
 
 
 @triton.jit
+def key_phases(lo, hi, inner_lo, inner_hi, BN: tl.constexpr):
+    """Borders of whole key blocks: [begin, full) must be tested, [full, tested) need not, [tested, stop) must again."""
+    begin = lo // BN * BN
+    stop = tl.cdiv(hi, BN) * BN
+    full = tl.minimum(tl.maximum(tl.cdiv(inner_lo, BN) * BN, begin), stop)
+    tested = tl.minimum(tl.maximum(inner_hi // BN * BN, full), stop)
+    return begin, full, tested, stop
+
+
+@triton.jit
 def load_pairs(source, strides, i_b, i_h, o_m, o_n, n_q, n_kv, other, AT: tl.constexpr, INT: tl.constexpr):
     """A tile of a mask or a bias, strides[AT : AT + 4]: [BM, BN], or [1, BN] where its row dim is broadcast."""
     base = source + i_b.to(INT) * strides[AT] + i_h.to(INT) * strides[AT + 1]
