@@ -164,6 +164,7 @@ def _advance(progress: Any, task: Any, *, done: bool) -> Any:
 
 
 def _print(console: Console, checks: list[Check], sites: list[Site], notes: list[str]) -> None:
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table(title="Every attention call site", title_justify="left", show_edge=False, pad_edge=False)
@@ -173,16 +174,17 @@ def _print(console: Console, checks: list[Check], sites: list[Site], notes: list
         table.add_column(column, justify="right", no_wrap=True)
     reasons = list(dict.fromkeys(site.reason for site in sites))
     for site in sites:
-        what = f"{site.module}\n[dim]{site.part} {site.shape}[/dim]"
+        what = f"{escape(site.module)}\n[dim]{site.part} {escape(site.shape)}[/dim]"
         served = f"{site.backend}/{site.backward} ({reasons.index(site.reason) + 1})"
         table.add_row(what, served, str(site.calls), f"{site.default_ms:.2f}", f"{site.ffpa_ms:.2f}")
     console.print(table)
     for number, reason in enumerate(reasons, 1):
-        console.print(f"  ({number}) {reason}", highlight=False)
+        console.print(f"  ({number}) {escape(reason)}", highlight=False)
     console.print("  ms: one forward of the module, median, without ffpa_hf and with it", highlight=False)
     console.print()
     for check in checks:
         mark = "[green]ok    [/green]" if check.passed else "[red]FAILED[/red]"
-        console.print(f"{mark} {check.name}: {check.measured} (limit {check.allowed})", highlight=False, soft_wrap=True)
+        text = escape(f"{check.name}: {check.measured} (limit {check.allowed})")
+        console.print(f"{mark} {text}", highlight=False, soft_wrap=True)
     for note in notes:
-        console.print(f"[dim]{note}[/dim]", highlight=False)
+        console.print(f"[dim]{escape(note)}[/dim]", highlight=False)

@@ -71,7 +71,7 @@ def draw_losses(result: FinetuneResult, path: Path) -> None:
     bottom.set_xlabel("training step")
     for axis in (top, bottom):
         axis.grid(True, color=_LINE, linewidth=0.6)
-        axis.legend(frameon=False, fontsize=9, loc="upper right" if axis is top else "best")
+        axis.legend(frameon=False, fontsize=9, loc="best")
         axis.spines[["top", "right"]].set_visible(False)
         axis.spines[["left", "bottom"]].set_color(_LINE)
         axis.tick_params(colors=_MUTED)
