@@ -141,7 +141,9 @@ def test_missing_package_is_named(tmp_path, monkeypatch):
     assert "diffusers" in printed and "ffpa-hf[demo]" in printed
 
 
-@pytest.mark.parametrize(("device", "steps"), [("mps", None), ("meta", None), ("cpu", 0), ("cpu", -1)])
+@pytest.mark.parametrize(
+    ("device", "steps"), [("mps", None), ("meta", None), ("toaster", None), ("cpu", 0), ("cpu", -1)]
+)
 def test_impossible_requests_are_refused(tmp_path, device, steps):
     assert demo.run(tmp_path, device, steps) == 2
     assert not list(tmp_path.iterdir())

@@ -53,8 +53,12 @@ def run(
     if missing:
         console.print(f"The demo needs {', '.join(missing)}: pip install 'ffpa-hf\\[demo]'")
         return 2
-    chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if chosen.type not in ("cpu", "cuda") or (chosen.type == "cuda" and not torch.cuda.is_available()):
+    available = {"cpu", "cuda"} if torch.cuda.is_available() else {"cpu"}
+    try:
+        chosen = torch.device(device or ("cuda" if "cuda" in available else "cpu"))
+    except RuntimeError:  # no such kind of device
+        chosen = torch.device("meta")
+    if chosen.type not in available:
         console.print(
             f"The demo runs on cpu, and on cuda where a GPU is found; device={device!r} is not to be had here."
         )
