@@ -39,7 +39,8 @@ def attention(
     batch, q_heads, q_len, _ = query.shape
     kv_heads, kv_len = key.shape[1], key.shape[2]
     # A group of query heads shares one key head: its rows are stacked, so that keys are never repeated.
-    rows = query.reshape(batch, kv_heads, -1, query.shape[-1])
+    stacked = q_heads * q_len // max(kv_heads, 1)
+    rows = query.reshape(batch, kv_heads, stacked, query.shape[-1])
     scores = (rows @ key.transpose(-1, -2)).reshape(batch, q_heads, q_len, kv_len) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
@@ -66,7 +67,7 @@ def attention(
     weights = weights / total
     if keep is not None:
         weights = weights * keep / (1.0 - dropout_p)
-    out = (weights.reshape(batch, kv_heads, -1, kv_len) @ value).reshape(batch, q_heads, q_len, value.shape[-1])
+    out = (weights.reshape(batch, kv_heads, stacked, kv_len) @ value).reshape(batch, q_heads, q_len, value.shape[-1])
     lse = (pivot + torch.log(total)).masked_fill(empty, -torch.inf).squeeze(-1)
     return out, lse
 
