@@ -46,6 +46,12 @@ class Geometry:
     def size(self) -> tuple[int, int, int, int]:
         return self.batch, 1, self.q_len, self.kv_len
 
+    def rows_are_keys(self) -> bool:
+        """Whether each row's own position is surely among the keys that exist."""
+        if self.key_mask is not None or isinstance(self.q_offset, Tensor):
+            return False
+        return self.kv_offset <= self.q_offset and self.q_offset + self.q_len <= self.kv_offset + self.kv_len
+
     def rows(self) -> Tensor:
         """Absolute position of each query row, int64 `[1, q_len]`."""
         return torch.arange(self.q_len, device=self.device)[None] + self.q_offset
@@ -308,7 +314,7 @@ class _Recogniser:
             nobody = nobody | (row_ids < 0)
         self.checks.append((nobody | (self._existing(low, high) == right - left)).all())
         low, high = torch.where(nobody, rows, low), torch.where(nobody, rows, high)
-        return Bounds(low, high, holds_row=not negative_is_alone and geometry.key_mask is None)
+        return Bounds(low, high, holds_row=not negative_is_alone and geometry.rows_are_keys())
 
     def _existing(self, low: Tensor, high: Tensor) -> Tensor:
         """How many existing keys lie in [low, high); 0 or less where high <= low."""
@@ -328,7 +334,7 @@ class _Recogniser:
         return self._window(rows, left - 1, max(right, 1) - 1)
 
     def _constant(self, function: Any, rows: Tensor) -> Bounds | None:
-        if not isinstance(function, types.FunctionType) or not _ignores_arguments(function):
+        if not isinstance(function, types.FunctionType) or not _is_constant(function):
             return None
         value = function(0, 0, 0, 0)
         if isinstance(value, Tensor) and (value.numel() != 1 or value.device.type != "cpu"):
@@ -414,9 +420,10 @@ def _model_windows(loaded_modules: int) -> dict[Any, Callable[[dict[str, Any]], 
     return found
 
 
-def _ignores_arguments(function: types.FunctionType) -> bool:
-    """Whether a function reads none of its arguments and no closure: models spell "every key" as such a lambda."""
-    if function.__closure__:
+def _is_constant(function: types.FunctionType) -> bool:
+    """Whether a function is a constant made by torch.tensor: models spell "every key" as such a lambda."""
+    code = function.__code__
+    if function.__closure__ or code.co_cellvars or not set(code.co_names) <= {"torch", "tensor", "bool"}:
         return False
     return not any(i.opname.startswith(("LOAD_FAST", "STORE_FAST")) for i in dis.get_instructions(function))
 

@@ -19,7 +19,7 @@ from transformers.modeling_utils import AttentionInterface
 import ffpa_hf
 from ffpa_hf import settings
 from ffpa_hf.dispatch import Route
-from ffpa_hf.patches import attention_interface, interval_mask
+from ffpa_hf.patches import attention_interface, interval_mask, mask_recognition
 from ffpa_hf.patches import transformers as patch
 from ffpa_hf.patches.attention_interface import ffpa_attention_forward, ffpa_mask
 
@@ -615,6 +615,22 @@ def test_towers_that_gain_nothing_keep_what_they_had_and_are_named():
     assert model.config.vision_config._attn_implementation == "ffpa"
 
 
+def test_towers_that_cannot_be_served_are_named():
+    audio = transformers.Gemma4AudioConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
+    config = transformers.Gemma4Config(
+        text_config=tiny.config("gemma4"), audio_config=audio, image_token_id=60, video_token_id=61, audio_token_id=62
+    )
+    config.vision_config = None
+    model = transformers.Gemma4ForConditionalGeneration._from_config(config, attn_implementation="eager")
+    before = _state(model)
+    ffpa_hf.enable(model, towers=True)
+    assert model.config.audio_config._attn_implementation == "eager"
+    named = {row.module_name: row.reason for row in ffpa_hf.report(model)}
+    assert "itself" in named["model.audio_tower"]
+    ffpa_hf.disable(model)
+    assert _state(model) == before
+
+
 @pytest.mark.parametrize("towers", [False, True])
 def test_images_in_text_attend_both_ways(towers):
     model = _gemma3_with_images()
@@ -718,3 +734,55 @@ def test_lora_trains_through_ours():
         losses.append(steps)
     assert losses[0][0] > losses[0][-1]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_gemma4_images_are_recognised_in_its_sliding_layers(padded, monkeypatch):
+    text = tiny.config("gemma4", use_bidirectional_attention="vision")
+    config = transformers.Gemma4Config(text_config=text, image_token_id=60, video_token_id=61, audio_token_id=62)
+    config.vision_config = config.audio_config = None
+    inputs = tiny.batch("left" if padded else "none", length=14)
+    inputs["input_ids"] = inputs["input_ids"].clamp(max=59)
+    inputs["mm_token_type_ids"] = torch.tensor([[0, 1, 1, 1, 0, 0, 1, 1, 1, 1, 1, 1, 0, 0]]).expand(2, -1)
+    logits = {}
+    for implementation in ("eager", "ffpa"):
+        torch.manual_seed(0)
+        model = transformers.Gemma4ForConditionalGeneration._from_config(
+            copy.deepcopy(config), attn_implementation=implementation
+        ).eval()
+        if implementation == "ffpa":
+            monkeypatch.setattr(mask_recognition, "evaluate", lambda *_: pytest.fail("evaluated"))
+        with torch.no_grad():
+            logits[implementation] = model(**inputs, use_cache=False).logits
+    keep = inputs.get("attention_mask", torch.ones(2, 14)).bool()
+    torch.testing.assert_close(logits["ffpa"][keep], logits["eager"][keep], rtol=1e-4, atol=1e-5)
+
+
+def test_paligemma_reads_its_prefix_both_ways(monkeypatch):
+    text = transformers.GemmaConfig(head_dim=16, intermediate_size=24, num_key_value_heads=1, **SMALL)
+    vision = transformers.SiglipVisionConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4
+    )
+    config = transformers.PaliGemmaConfig(
+        text_config=text, vision_config=vision, image_token_id=31, projection_dim=16, hidden_size=16
+    )
+    tokens = torch.tensor([[31, 31, 31, 31, 3, 4, 5, 6, 7], [31, 31, 31, 31, 8, 9, 10, 0, 0]])
+    inputs = {
+        "input_ids": tokens,
+        "attention_mask": (tokens != 0).long(),
+        "token_type_ids": torch.tensor([[0] * 6 + [1] * 3, [0] * 5 + [1] * 2 + [0] * 2]),
+        "pixel_values": torch.randn(2, 3, 8, 8),
+        "labels": tokens.masked_fill(tokens == 0, -100),
+    }
+    out = {}
+    for implementation in ("eager", "ffpa"):
+        torch.manual_seed(0)
+        model = transformers.PaliGemmaForConditionalGeneration._from_config(
+            copy.deepcopy(config), attn_implementation=implementation
+        ).train()
+        if implementation == "ffpa":
+            monkeypatch.setattr(mask_recognition, "evaluate", lambda *_: pytest.fail("evaluated"))
+        out[implementation] = model(**inputs)
+    keep = inputs["attention_mask"].bool()
+    torch.testing.assert_close(out["ffpa"].logits[keep], out["eager"].logits[keep], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(out["ffpa"].loss, out["eager"].loss)
