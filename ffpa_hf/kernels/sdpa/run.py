@@ -177,6 +177,8 @@ def _nothing_to_attend(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
     link = query[..., :0].sum() + key[..., :0].sum() + value[..., :0].sum()
     if inputs.bias is not None:
         link = link + inputs.bias[..., :0].sum().to(link.dtype)
+    if sinks is not None:
+        link = link + sinks[:0].sum().to(link.dtype)
     out = query.new_zeros(*query.shape[:-1], value.shape[-1]) + link
     lse = torch.full(query.shape[:-1], -torch.inf, dtype=torch.float32, device=query.device)
     if sinks is not None:
