@@ -96,7 +96,7 @@ def serve(
     """One `[B, H, N, D]` call through `attend`, or through F.sdpa where another function mode waits for that call."""
     busy, _scope.busy = _scope.busy, True
     try:
-        if not return_lse and _watched():
+        if not return_lse and (_watched() or torch.compiler.is_compiling() and _undecidable(query, key, value)):
             if site is not None and not torch.compiler.is_compiling():
                 not_accelerated(site, "another TorchFunctionMode takes the F.scaled_dot_product_attention call")
             return F.scaled_dot_product_attention(
@@ -124,6 +124,21 @@ def serve(
         )
     finally:
         _scope.busy = busy
+
+
+def _undecidable(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Under torch.compile: do lengths depend on data, so that no rule about them can be decided?
+
+    The HunyuanVideo family cuts its text to the longest real prompt; a graph holds such a length without knowing it.
+    """
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    if not guard_or_false(key.shape[-2] == value.shape[-2]):
+        return True
+    for length in (query.shape[-2], key.shape[-2]):
+        if not guard_or_false(length >= 512) and not guard_or_false(length < 512):
+            return True
+    return False
 
 
 def _watched() -> bool:

@@ -603,6 +603,27 @@ def test_compiles_in_one_graph(name, backend):
     assert (result - expected).abs().max() <= TOLERANCE
 
 
+def test_lengths_that_depend_on_data_stay_in_one_graph():
+    """The HunyuanVideo family cuts text to the longest real prompt; no rule about such lengths can be decided."""
+
+    class Cutting:
+        def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None):
+            query, key, value = attn.to_q(hidden_states), attn.to_k(hidden_states), attn.to_v(hidden_states)
+            key = torch.cat([key, key[:, attention_mask]], dim=1)
+            value = torch.cat([value, value[:, attention_mask.clone()]], dim=1)
+            return F.scaled_dot_product_attention(query[:, None], key[:, None], value[:, None])[:, 0]
+
+    module = legacy.Attention(8, heads=1, dim_head=8)
+    module.set_processor(Cutting())
+    hidden, real = torch.randn(1, 9, 8), torch.arange(9) < 5
+    with torch.no_grad(), torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        expected = module(hidden, attention_mask=real)
+        module.set_processor(FFPAAttnProcessor())
+        torch._dynamo.reset()
+        result = torch.compile(module, backend="eager", fullgraph=True)(hidden, attention_mask=real)
+    assert (result - expected).abs().max() <= TOLERANCE
+
+
 def test_repeated_blocks_share_their_graph():
     counts = []
     for accelerated in (False, True):
