@@ -15,6 +15,7 @@ import triton.language as tl
 from ffpa_hf.kernels.triton.primitives import (
     BIG,
     LOG2E,
+    SIZES,
     Operand,
     Visibility,
     base2_scores,
@@ -64,7 +65,7 @@ def query_hull(ranges, i_b, key, n_q, n_kv, BN: tl.constexpr, CAUSAL: tl.constex
     return lo, hi
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def row_delta(
     out, grad_out, grad_lse, delta, out_strides, go_strides, grad_lse_strides, Hq, n_q,
     D: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, INT: tl.constexpr,
@@ -162,7 +163,7 @@ def scores_tile(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def backward_scores(
     q, q_tail, q_strides, k, k_tail, k_strides, v, v_tail, v_strides,
     grad_out, grad_out_tail, grad_out_strides,
@@ -225,7 +226,7 @@ def backward_scores(
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def gradient_query(
     ds, ds_tail, ds_strides, k, k_tail, k_strides,
     dq, dq_strides, seen,
@@ -268,7 +269,7 @@ def gradient_query(
         store_tile(dq, dq_strides, i_b, i_h, row, col + W0, row1, D, acc1 * factor, BM, W1, INT)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def gradient_key(
     s, s_tail, s_strides, x, x_tail, x_strides,
     grad, grad_strides, partial, partial_strides, ranges,
@@ -327,7 +328,7 @@ def gradient_key(
             store_tile(partial, partial_strides, key * 0, key * 0, key, col + W0, n_kv, D, acc1, BN, W1, INT)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def gradient_bias(
     q, q_tail, q_strides, k, k_tail, k_strides, v, v_tail, v_strides,
     grad_out, grad_out_tail, grad_out_strides,

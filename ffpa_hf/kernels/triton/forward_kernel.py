@@ -12,6 +12,7 @@ import triton.language as tl
 from ffpa_hf.kernels.triton.primitives import (
     LN2,
     LOG2E,
+    SIZES,
     Operand,
     Visibility,
     base2_scores,
@@ -25,7 +26,7 @@ from ffpa_hf.kernels.triton.primitives import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def attention_forward(
     q, q_tail, q_strides, k, k_tail, k_strides, v, v_tail, v_strides,
     out, out_strides, lse, stats, sinks,

@@ -18,6 +18,12 @@ LN2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-3.3e38)
 BIG = tl.constexpr(2**31 - 1)
 
+#: Arguments whose value must not make another kernel: a new length, head count or round is no reason to compile.
+SIZES = (
+    "Hq", "group", "n_q", "n_kv", "stats_size", "lane0", "lanes", "tile0", "tiles", "row0", "row1", "padded_rows",
+    "padded_cols", "slots", "bias_heads", "batches", "heads",
+)  # fmt: skip
+
 
 class Operand(NamedTuple):
     """A [B, H, N, D] tensor as kernels read it: pointers, or with TMA descriptors over it, one for each box shape.

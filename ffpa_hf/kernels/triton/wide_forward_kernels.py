@@ -16,6 +16,7 @@ import triton.language as tl
 from ffpa_hf.kernels.triton.primitives import (
     LN2,
     LOG2E,
+    SIZES,
     Operand,
     Visibility,
     base2_scores,
@@ -44,7 +45,7 @@ def place(i_block, lane0, lanes, tile0, tiles, CAUSAL: tl.constexpr):
         return lane0 + i_block // tiles, tile0 + i_block % tiles
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def forward_scores(
     q, q_tail, q_strides, k, k_tail, k_strides,
     weights, weights_strides, norm, segments, rescale, lse, stats, sinks,
@@ -158,7 +159,7 @@ def forward_scores(
         tl.store(stats + stats_size + rows, log2_l, mask=o_m < n_q)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def forward_product(
     weights, weights_tail, weights_strides, v, v_tail, v_strides,
     out, out_strides, norm, segments, rescale, seen,
