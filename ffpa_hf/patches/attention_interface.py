@@ -156,9 +156,15 @@ def ffpa_attention_forward(
     mask = _Mask.read(attention_mask, query, key.shape[2], causal)
     if attention_mask is None and sliding_window is not None:
         mask.slide(sliding_window, causal)
-    if cu_seq_lens_q is not None and causal:
+    if cu_seq_lens_q is not None and (causal or _reads_text(module, query.shape[2], key.shape[2])):
         mask.separate(cu_seq_lens_q, cu_seq_lens_k, query.shape[0], _chunk_size(module))
     if indices is not None:
+        if cu_seq_lens_q is not None:
+            _warn_once(
+                "indices",
+                "this model chooses the keys of each row before the lengths of packed documents are known to it; pass "
+                "use_cache=False with position_ids, so that its choice stays inside each document.",
+            )
         mask.select(_chosen(indices, key.shape[2])[:, None])
     if block_indices is not None:
         mask.select(_chosen_blocks(module, block_indices, query.shape[1], key.shape[2]))
@@ -308,6 +314,17 @@ def _documents(
     return RowIntervals(start[None], edges[document + 1][None])
 
 
+def _reads_text(module: Module, q_len: int, kv_len: int) -> bool:
+    """Whether a layer that is not causal attends within text, which may be packed.
+
+    What describes packed text also reaches towers and encoders beside it, where it means nothing: towers have no
+    vocabulary, and an encoder's config says that a decoder follows.
+    """
+    config = getattr(module, "config", None)
+    own = hasattr(config, "vocab_size") and not getattr(config, "is_encoder_decoder", False)
+    return own and q_len == kv_len
+
+
 def _chunk_size(module: Module) -> int | None:
     """The chunk length of a layer with chunked attention (Llama 4)."""
     config = getattr(module, "config", None)
@@ -377,8 +394,6 @@ def _refuse_and_warn(module: Module, kwargs: dict[str, Any]) -> None:
         )
     if kwargs.get("head_mask") is not None:
         raise NotImplementedError(f'"{NAME}" takes no head_mask; use attn_implementation="eager".')
-    if torch.compiler.is_compiling():
-        return
     if kwargs.get("output_attentions"):
         _warn_once(
             "output_attentions",
@@ -399,6 +414,7 @@ _warned: set[str] = set()
 
 
 def _warn_once(topic: str, message: str) -> None:
-    if topic not in _warned:
-        _warned.add(topic)
-        warnings.warn(f"ffpa_hf: {message}", stacklevel=4)
+    if torch.compiler.is_compiling() or topic in _warned:
+        return
+    _warned.add(topic)
+    warnings.warn(f"ffpa_hf: {message}", stacklevel=4)

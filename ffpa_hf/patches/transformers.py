@@ -154,10 +154,10 @@ def enable(obj: Module, route: Route, *, towers: bool = False) -> None:
 
 
 def disable(obj: Module) -> None:
-    """Undo `enable` on the same object. Raises ValueError where it was not enabled."""
+    """Undo `enable` on the same object; nothing happens where it was not enabled."""
     state = vars(obj).pop("_ffpa_enabled", None)
     if state is None:
-        raise ValueError(f"{type(obj).__name__} was not enabled with ffpa_hf.enable; there is nothing to undo.")
+        return
     for module, before in state.routes:
         if before is None:
             vars(module).pop("_ffpa_route", None)
