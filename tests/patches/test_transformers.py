@@ -288,9 +288,9 @@ def test_the_name_works_wherever_transformers_takes_one(tmp_path, models):
     assert '"ffpa"' not in (tmp_path / "again" / "config.json").read_text()
 
 
-def test_the_kernels_serve_a_model_that_asks_for_them(forced, device, kernel_dtype):
+def test_the_kernels_serve_a_model_that_asks_for_them(forced, device):
     """fp16 through the Triton kernels (the interpreter on a CPU), two head dims, padding, forward and backward."""
-    ours = tiny.model("gemma4", "eager", num_key_value_heads=2).to(device, kernel_dtype)
+    ours = tiny.model("gemma4", "eager", num_key_value_heads=2).to(device, torch.float16)
     other = copy.deepcopy(ours)
     ffpa_hf.enable(ours, backend="triton", strict=True)
     inputs = {name: tensor.to(device) for name, tensor in tiny.batch("left").items()}

@@ -66,7 +66,7 @@ def prepare(family, implementation, lora, checkpointing):
 
 def curve(model, loss_function, steps=4, precision="no", rate=0.2):
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # one process, several precisions
-    runner = accelerate.Accelerator(cpu=not torch.cuda.is_available(), mixed_precision=precision)
+    runner = accelerate.Accelerator(cpu=True, mixed_precision=precision)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     model, optimiser = runner.prepare(model, torch.optim.SGD(parameters, rate))
     losses = []
