@@ -74,7 +74,8 @@ class FFPAAttnProcessor:
     def _run(self, slot: Slot, attn: Module, args: Any, kwargs: Any) -> Any:
         chosen = self._attention_backend
         if chosen is not None and chosen != "ffpa":  # model.set_attention_backend asked for somebody else's kernel
-            return _step_aside(slot, chosen, args, kwargs)
+            function = slot.function if slot.worker is None else self._prepared(slot, chosen)
+            return function(*args, **kwargs)
         if slot.worker is None or not redirect.backend_registered:
             if is_context_parallel(self._parallel_config):
                 raise NotImplementedError(
@@ -83,25 +84,22 @@ class FFPAAttnProcessor:
                     "shares its FFPAAttnProcessor with one that is, give each model its own instance.)"
                 )
             return run_sdpa(slot, self.route, attn, args, kwargs)
+        worker, caller = self._prepared(slot, slot.backend), (self.route, attn, None)
+        if slot.needs_mode:
+            with Redirect(self.route, attn):
+                return run_for(caller, worker, args, kwargs)
+        return run_for(caller, worker, args, kwargs)
+
+    def _prepared(self, slot: Slot, backend: Any) -> Any:
+        """The slot's worker, told which backend to name and whether the model is split (before or after us)."""
         worker = slot.worker
-        if worker._attention_backend != slot.backend:
-            worker._attention_backend = slot.backend
-        if slot.takes_parallel_config:  # enable_parallelism came after us, or before
+        if worker._attention_backend != backend:
+            worker._attention_backend = backend
+        if slot.takes_parallel_config:
             parallel = self._parallel_config if self._parallel_config is not None else slot.inner._parallel_config
             if worker._parallel_config is not parallel:
                 worker._parallel_config = parallel
-        if slot.needs_mode:
-            with Redirect(self.route, attn, slot.scale):
-                return run_for((self.route, attn, None), worker, args, kwargs)
-        return run_for((self.route, attn, None), worker, args, kwargs)
-
-
-def _step_aside(slot: Slot, backend: Any, args: Any, kwargs: Any) -> Any:
-    if slot.worker is None:
-        return slot.function(*args, **kwargs)
-    if slot.worker._attention_backend != backend:
-        slot.worker._attention_backend = backend
-    return slot.worker(*args, **kwargs)
+        return worker
 
 
 def _without_strangers(slot: Slot, kwargs: dict[str, Any]) -> dict[str, Any]:

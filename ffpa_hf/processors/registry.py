@@ -190,7 +190,7 @@ class _SwitchedProcessor(FFPAAttnProcessor):
 
 
 def _follow_switch(model: Any, backend: Any) -> None:
-    wanted = getattr(backend, "value", backend) == BACKEND
+    wanted = str(getattr(backend, "value", backend)).lower() == BACKEND
     shared = _SwitchedProcessor() if wanted else None
     for module in model.modules():
         if not capture.holds_processor(module):
