@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from ffpa_hf.backends import Backend, CUDABackend, CuTeDSLBackend, SDPABackend, TritonBackend
 from ffpa_hf.kernels.common import AttentionInputs, aligned
@@ -192,9 +193,22 @@ torch.library.register_autograd(
 torch.library.register_autograd("ffpa::flash_attn_backward", _no_second_derivative, lib=_library)
 
 
+def _refuse_forward_mode(tensors: list[Any]) -> None:
+    """Raise where a tangent would be lost: the dispatcher drops it for operators without a forward-mode formula."""
+    if forward_ad._current_level < 0:
+        return
+    if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise NotImplementedError(
+            "ffpa_hf's kernels have no forward-mode derivative (torch.func.jvp, forward_ad). Use backend='sdpa' with "
+            "torch's math backend (torch.nn.attention.sdpa_kernel)."
+        )
+
+
 def flash_attn(inputs: AttentionInputs, forward: str, backward: str, needs_grad: bool) -> tuple[Tensor, Tensor]:
     """Run the forward operator; (out, lse). Without a gradient to keep, autograd's wrapper is left out."""
     values = [getattr(inputs, name) for name in _FIELDS]
+    if not torch.compiler.is_compiling():
+        _refuse_forward_mode(values[: len(_TENSOR_FIELDS)])
     operator = torch.ops.ffpa.flash_attn_forward.default
     if needs_grad or torch.compiler.is_compiling():
         out, lse, _ = operator(*values, forward, backward)

@@ -587,6 +587,47 @@ def test_writing_into_an_input_after_forward_is_noticed(backend: Served):
 
 
 @every_kernel
+def test_saved_tensors_can_be_moved_elsewhere_and_used_twice(backend: Served):
+    tensors = {name: tensor.requires_grad_() for name, tensor in backend.qkv().items()}
+    packed = []
+
+    def pack(tensor):
+        packed.append(tensor.shape)
+        return tensor.clone()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = backend(**tensors)
+    assert sum(shape == (2, 2, N, 64) for shape in packed) == 4  # query, key, value and the output
+    assert not any(shape[-2:] == (N, N) for shape in packed)  # and nothing quadratic
+    first = torch.autograd.grad(out.sum(), tuple(tensors.values()), retain_graph=True)
+    again = torch.autograd.grad(out.sum(), tuple(tensors.values()))
+    assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
+
+
+@every_kernel
+def test_forward_mode_derivatives_raise_instead_of_vanishing(backend: Served):
+    tensors = backend.qkv()
+    for name in tensors:
+        with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
+            dual = torch.autograd.forward_ad.make_dual(tensors[name], torch.ones_like(tensors[name]))
+            backend(**(tensors | {name: dual}))
+    with pytest.raises(NotImplementedError, match="forward-mode"):
+        torch.func.jvp(lambda query: backend(**(tensors | {"query": query})), (tensors["query"],), (tensors["key"],))
+    with torch.autograd.forward_ad.dual_level():
+        assert backend(**tensors).shape == (2, 2, N, 64)  # nothing to lose here
+
+
+@every_backend
+def test_vmap_is_a_loop(backend: Served):
+    tensors = backend.qkv()
+    many = backend.randn(3, 2, 2, N, 64)
+    out = torch.vmap(lambda query: backend(**(tensors | {"query": query})))(many)
+    for one, query in zip(out, many, strict=True):
+        exact = {name: tensor.double() for name, tensor in (tensors | {"query": query}).items()}
+        assert_close(one, truth(**exact)[0], backend.dtype)
+
+
+@every_kernel
 def test_backward_is_deterministic_bit_for_bit(backend: Served):
     tensors = {name: tensor.requires_grad_() for name, tensor in backend.qkv(1, 2, 40, 70, kv_heads=1).items()}
     bias = backend.randn(1, 1, 40, 70).requires_grad_()
