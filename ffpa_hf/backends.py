@@ -33,7 +33,7 @@ class TritonBackend:
 
     autotune: time several configurations on first use and keep the fastest, instead of the shipped table.
     autotune_mode: "fast" tries a short list, "max" the whole legal grid.
-    workspace_mb: most MiB of scratch that one backward call may hold.
+    workspace_mb: most MiB of scratch that one call may hold, forward (wide heads) or backward.
     """
 
     autotune: bool = False

@@ -6,7 +6,6 @@ Read once at import into one frozen object; tests replace it with `override`. Kn
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
@@ -81,27 +80,25 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> Settings:
     return Settings(**values)  # type: ignore[arg-type]
 
 
-_process_settings = from_environment()
-_override: contextvars.ContextVar[Settings | None] = contextvars.ContextVar("ffpa_settings", default=None)
-_overridden = 0
+_current = from_environment()
 
 
 def current() -> Settings:
     """The settings in force."""
-    if _overridden:  # the context variable is only asked inside `override`, which keeps the common path traceable
-        return _override.get() or _process_settings
-    return _process_settings
+    return _current
 
 
 @contextlib.contextmanager
 def override(**changes: object) -> Iterator[Settings]:
-    """Replace some fields inside a `with` block; for tests and tools."""
-    global _overridden
-    changed = replace(current(), **changes)  # type: ignore[arg-type]
-    token = _override.set(changed)
-    _overridden += 1
+    """Replace some fields inside a `with` block, for the whole process; for tests and tools.
+
+    Autograd runs a CUDA backward, and what a checkpoint recomputes in it, on a thread of its own, so a variable of one
+    context would not reach it.
+    """
+    global _current
+    before = _current
+    _current = replace(before, **changes)  # type: ignore[arg-type]
     try:
-        yield changed
+        yield _current
     finally:
-        _overridden -= 1
-        _override.reset(token)
+        _current = before

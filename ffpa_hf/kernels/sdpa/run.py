@@ -5,6 +5,7 @@ Must not know of other backends. Differentiable throughout; `backward` recompute
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -63,15 +64,31 @@ def _fused(inputs: AttentionInputs) -> Tensor:
         **kwargs,
     )
     if out.requires_grad and query.device.type == "cuda" and not torch.compiler.is_compiling():
-        out.register_hook(_readable)
+        # cuDNN's backward reads the incoming gradient as if it lay in memory as the output does.
+        out.register_hook(functools.partial(_laid_out, out.shape, out.stride()))
     return out
 
 
+def _laid_out(shape: torch.Size, strides: tuple[int, ...], gradient: Tensor) -> Tensor:
+    """`gradient`, or a copy where it lies otherwise than `strides` say or starts off a 16-byte border."""
+    if gradient.stride() == strides and gradient.data_ptr() % 16 == 0:
+        return gradient
+    return gradient.new_empty_strided(shape, strides).copy_(gradient)
+
+
 def _readable(tensor: Tensor) -> Tensor:
-    """`tensor`, or a copy where it starts off a 16-byte border: torch's fused kernels fault on such addresses."""
-    if torch.compiler.is_compiling() or tensor.data_ptr() % 16 == 0:
+    """`tensor`, or a copy where an address or a stride is off a 16-byte border.
+
+    torch's fused CUDA kernels fault on some of these, refuse others, and answer wrongly on others still.
+    """
+    unit = 16 // tensor.element_size()
+    helps = tensor.shape[-1] % unit == 0  # else a copy is no better, and torch pads the rows itself
+    off = helps and any(
+        size > 1 and stride % unit != 0 for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
+    )
+    if not off and (torch.compiler.is_compiling() or tensor.data_ptr() % 16 == 0):
         return tensor
-    return tensor.clone()
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _fused_mask(mask: Tensor, dtype: torch.dtype, kv_len: int) -> Tensor:

@@ -190,8 +190,6 @@ def is_legal(
 # Rows are tried from the top; the first legal one whose head dim limit covers the call is taken.
 # (head dim up to, config). Whole-width products (chunk 0) need the big shared memory of Hopper.
 _FORWARD_TMA: tuple[tuple[int, ForwardConfig], ...] = (
-    (64, ForwardConfig(128, 128, 0, 512, 8, 2)),
-    (128, ForwardConfig(128, 128, 0, 512, 8, 2)),
     (256, ForwardConfig(64, 128, 0, 512, 4, 1)),
     (320, ForwardConfig(64, 64, 0, 512, 4, 2)),
     (384, ForwardConfig(64, 64, 0, 512, 4, 1)),

@@ -192,13 +192,14 @@ def forward_product(
         acc1 = tl.zeros([BM, W1], tl.float32)
     moves = tl.load(segment)
     for i in tl.range(0, moves + 1):
-        last = tl.load(segment + 1 + i, mask=i < moves, other=0)
-        last = tl.where(i < moves, last, stop)
+        # Both ends are read anew: a start carried over from the last segment is lost in Triton 3.6's lowering.
+        begin = tl.where(i > 0, tl.load(segment + i, mask=i > 0, other=0), first)
+        last = tl.where(i < moves, tl.load(segment + 1 + i, mask=i < moves, other=0), stop)
         alpha = tl.load(factor + (i - 1) * BM + o_row, mask=(o_row >= 0) & (i > 0), other=1.0)
         acc0 *= alpha[:, None]
         if W1 > 0:
             acc1 *= alpha[:, None]
-        for n in tl.range(first, last, BK):
+        for n in tl.range(begin, last, BK):
             a = load_tile(
                 weights.first,
                 weights.strides,
@@ -218,7 +219,6 @@ def forward_product(
             if W1 > 0:
                 v1 = load_tile(v.second, v.strides, i_b, i_hkv, n, col + W0, n_kv, D, BK, W1, TMA, INT)
                 acc1 = tl.dot(a, v1, acc1, input_precision="ieee")
-        first = last
     scale = tl.load(norm + i_block.to(INT) * BM + o_row)[:, None]
     store_tile(out, out_strides, i_b, i_h, row, col, n_q, D, acc0 * scale, BM, W0, INT)
     if W1 > 0:
