@@ -380,7 +380,7 @@ def _run(prepared: _Prepared, made: Plan) -> tuple[Tensor, Tensor | None]:
     if call.needs_grad and prepared.mask.intervals is not None:
         inputs.block_start, inputs.block_end = prepared.mask.intervals.query_ranges(call.kv_len)
     if inputs.sinks is not None:
-        inputs.sinks = inputs.sinks.to(torch.float32)
+        inputs.sinks = inputs.sinks.to(torch.float32).contiguous()
     backward = "" if made.backward_config is None else ops.encode(made.backward_config)
     return ops.flash_attn(inputs, ops.encode(made.forward_config), backward, call.needs_grad)
 
