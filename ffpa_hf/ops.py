@@ -85,6 +85,8 @@ def _inputs(values: tuple[Any, ...]) -> AttentionInputs:
     fields = dict(zip(_FIELDS, values, strict=True))
     for name in ("query", "key", "value"):
         fields[name] = aligned(fields[name])
+    if fields["sinks"] is not None:
+        fields["sinks"] = fields["sinks"].contiguous()
     return AttentionInputs(**fields)
 
 

@@ -140,6 +140,7 @@ def test_a_mask_beside_is_causal_raises(backend: Served, mask):
         ffpa_attn_func(*backend.qkv().values(), attn_mask=masks[mask], is_causal=True, backend=backend.name)
 
 
+@pytest.mark.filterwarnings("ignore:Lower right causal bias")
 @across("rows, keys", [(5, 9), (9, 5), (7, 7)])
 def test_torch_causal_bias_objects_keep_their_alignment(backend: Served, rows, keys):
     tensors = backend.qkv(2, 2, rows, keys)
@@ -617,6 +618,7 @@ def test_forward_mode_derivatives_raise_instead_of_vanishing(backend: Served):
         assert backend(**tensors).shape == (2, 2, N, 64)  # nothing to lose here
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
 @every_backend
 def test_vmap_is_a_loop(backend: Served):
     tensors = backend.qkv()
@@ -974,6 +976,38 @@ def test_an_incoming_gradient_of_any_layout_is_read_right(backend: Served, layou
     wanted = torch.autograd.grad(truth(**exact)[0], tuple(exact.values()), seed.double())
     for name, gradient, expected in zip(tensors, found, wanted, strict=True):
         assert_close(gradient, expected, backend.dtype, name)
+
+
+@every_backend
+@pytest.mark.parametrize("lies", ["stride 0", "sliced"])
+def test_small_tensors_of_any_layout_are_read_right(backend: Served, lies):
+    def strided(tensor: torch.Tensor) -> torch.Tensor:
+        """The same numbers, every other one of a wider tensor."""
+        return torch.stack([tensor, torch.zeros_like(tensor)], -1)[..., 0]
+
+    if lies == "stride 0":
+        sinks = backend.randn(1, dtype=torch.float32).expand(2)
+        start = torch.zeros(1, 1, dtype=torch.int32, device=DEVICE).expand(2, N)
+        end = torch.full((1, 1), 7, dtype=torch.int32, device=DEVICE).expand(2, N)
+        present = torch.ones(1, 1, dtype=torch.bool, device=DEVICE).expand(2, N)
+    else:
+        sinks = strided(backend.randn(2, dtype=torch.float32))
+        window = RowIntervals.sliding_window(N, N, 4, DEVICE)
+        start, end = strided(window.start), strided(window.end)
+        present = strided(torch.rand(2, N, device=DEVICE) > 0.3)
+    mask = RowIntervals(start, end, present)
+    tensors = backend.qkv() | {"sinks": sinks.detach()}
+    assert tensors["sinks"].stride() == sinks.stride()
+    compare(lambda **t: backend(**t, attn_mask=mask, return_lse=True), tensors, {"keep": mask.dense(N)})
+    tensors = {name: tensor.detach().requires_grad_() for name, tensor in tensors.items()}
+    _, lse = backend(**tensors, attn_mask=mask, return_lse=True)
+    exact = {name: tensor.detach().double().requires_grad_() for name, tensor in tensors.items()}
+    expected = truth(**exact, keep=mask.dense(N))[1]
+    seed = torch.ones(1, 1, 1, device=DEVICE).expand(2, 2, N) if lies == "stride 0" else strided(torch.randn_like(lse))
+    lse.backward(seed)
+    expected.backward(seed.double())
+    for name in ("query", "key", "sinks"):
+        assert_close(tensors[name].grad, exact[name].grad, backend.dtype, name)
 
 
 @every_backend
