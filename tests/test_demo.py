@@ -37,6 +37,16 @@ CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("no_interpreter")
 
 
+@pytest.fixture(autouse=True)
+def _fresh_accelerator():
+    """Accelerate keeps device and precision per process; another test may have chosen others, and may again."""
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
 def _run(folder: Path, **more):
     from rich.console import Console
 
