@@ -276,6 +276,34 @@ def test_a_row_of_float32_minima_is_a_uniform_average(backend: Served, return_ls
     assert all(gradient.isfinite().all() for gradient in gradients.values())
 
 
+@across("company", ["sinks", "softcap", "causal", "dead rows", "many keys"], quick=(0, 3, 4))
+def test_finite_minima_keep_their_meaning_in_company(backend: Served, company):
+    minimum = torch.finfo(torch.float32).min
+    keys = 150 if company == "many keys" else N
+    tensors = backend.qkv(1, 2, N, keys)
+    bias = torch.zeros(N, keys, device=DEVICE)
+    bias[4] = minimum
+    bias[5, : keys - 3] = minimum  # sees the last three keys only
+    options: dict = {}
+    expected: dict = {}
+    if company == "sinks":
+        tensors["sinks"] = torch.tensor([0.3, -1.0], device=DEVICE)
+    elif company == "softcap":
+        options["softcap"] = expected["softcap"] = 2.0
+    elif company == "dead rows":
+        bias[7] = -torch.inf
+        bias[8, :5], bias[8, 5:] = -torch.inf, minimum  # an average of five
+    causal = RowIntervals.causal(N, keys, DEVICE)
+    if company == "causal":
+        expected["keep"] = causal.dense(keys)
+
+    def run(bias, **t):
+        mask = RowIntervals(causal.start, causal.end, None, bias) if company == "causal" else bias
+        return backend(**t, attn_mask=mask, **options)
+
+    compare(run, tensors | {"bias": bias}, expected)
+
+
 @every_backend
 def test_two_bfloat16_minima_added_are_a_row_without_keys(backend: Served):
     minimum = torch.finfo(torch.bfloat16).min

@@ -131,8 +131,8 @@ class AttentionInputs:
     query [B, Hq, Nq, D], key and value [B, Hkv, Nkv, D]: strided views (stride 0 allowed on B and H), last dim
     contiguous, base and strides multiples of 16 bytes. mask bool and bias (query's dtype or fp32):
     [B|1, Hq|1, Nq|1, Nkv|1]. row_start, row_end int32 [B|1, Nq]. key_mask bool [B|1, Nkv]. block_start, block_end
-    int32 [B|1, ceil(Nkv/64)]: rows that can see each 64-key block (backward only). sinks fp32 [Hq], dense. rng_state int64
-    [2]: seed and offset, on the device.
+    int32 [B|1, ceil(Nkv/64)]: rows that can see each 64-key block (backward only). sinks fp32 [Hq], dense.
+    rng_state int64 [2]: seed and offset, on the device.
     """
 
     query: Tensor
