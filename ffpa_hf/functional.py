@@ -248,10 +248,8 @@ def _prepare(
     rank = query.dim()
     original = (query, key, value, attn_mask, enable_gqa)
     if rank in (2, 3):
-        lead = (None,) * (3 - rank + 1)
-        query, key, value = (t[lead] if rank == 2 else t[:, None] for t in (query, key, value))
-        if isinstance(attn_mask, Tensor) and attn_mask.dim() == 3:
-            attn_mask = attn_mask[:, None]
+        lead = (None,) * (4 - rank)  # three dimensions are heads first, as F.sdpa counts them
+        query, key, value = (t[lead] for t in (query, key, value))
     elif rank != 4:
         return _prepare_many_dims(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, softcap, sinks, return_lse
@@ -387,7 +385,7 @@ def _run(prepared: _Prepared, made: Plan) -> tuple[Tensor, Tensor | None]:
 
 def _original_rank(out: Tensor, lse: Tensor | None, rank: int) -> tuple[Tensor, Tensor | None]:
     if rank == 3:
-        return out[:, 0], None if lse is None else lse[:, 0]
+        return out[0], None if lse is None else lse[0]
     if rank == 2:
         return out[0, 0], None if lse is None else lse[0, 0]
     return out, lse

@@ -90,6 +90,17 @@ def test_a_three_dimensional_mask_follows_three_dimensional_tensors():
     assert_close(ffpa_attn_func(query, key, value, mask), expected, torch.float64)
 
 
+def test_three_dimensions_are_heads_first_as_for_f_sdpa():
+    query, key = torch.randn(4, 6, 64), torch.randn(2, 6, 64)
+    expected = F.scaled_dot_product_attention(query.double(), key.double(), key.double(), enable_gqa=True)
+    assert_close(ffpa_attn_func(query, key, key, enable_gqa=True), expected, torch.float32)
+    sinks = torch.randn(4)
+    out, lse = ffpa_attn_func(query, key, key, enable_gqa=True, sinks=sinks, return_lse=True)
+    exact, exact_lse = truth(query[None].double(), key[None].double(), key[None].double(), sinks=sinks.double())
+    assert_close(out, exact[0], torch.float32)
+    assert_close(lse, exact_lse[0], torch.float32)
+
+
 def test_five_dimensions_share_key_heads_as_f_sdpa_does():
     query, key = torch.randn(2, 3, 4, 6, 64), torch.randn(2, 3, 2, 6, 64)
     expected = F.scaled_dot_product_attention(query.double(), key.double(), key.double(), enable_gqa=True)
