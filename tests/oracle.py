@@ -214,7 +214,8 @@ def compare(
     for name, tensor, gradient, exact_gradient in zip(needs, wanted, found, expected, strict=True):
         assert gradient.dtype == tensor.dtype, f"gradient of {name}: {gradient.dtype}"
         coarse = max(dtype, tensor.dtype, key=lambda d: TOLERANCE[d])
-        if exact_gradient.numel() and exact_gradient.abs().max() < 1e-9:  # it cancels exactly, so only rounding of its terms may be left
+        if exact_gradient.numel() and exact_gradient.abs().max() < 1e-9:
+            # It cancels exactly, so nothing but rounding of its terms may be left.
             assert gradient.isfinite().all() and gradient.abs().max() <= 10 * TOLERANCE[coarse], f"gradient of {name}"
         else:
             assert_close(gradient, exact_gradient, coarse, f"gradient of {name}")
