@@ -119,7 +119,7 @@ def test_any_legal_call_is_attention_in_a_kernel(backend: Served):
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", KERNELS)
 def test_many_legal_calls_are_attention_in_a_kernel(backend: Served):
-    @settings(DAILY, max_examples=200, derandomize=False)
+    @settings(DAILY, max_examples=200 if HAS_GPU else 60, derandomize=False)
     @given(legal_calls((backend.dtype,), (64, 72)))
     def run(case):
         check(backend, case)
