@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import importlib
 import pickle
 import types
 import warnings
@@ -86,6 +87,12 @@ def call(**changes) -> AttentionCall:
 
 def explicit(backend, **more) -> Route:
     return Route(backend, **more, strict=True)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_stand_ins_can_what_the_real_backends_say_they_can(name):
+    real = importlib.import_module(f"ffpa_hf.kernels.{name}").CAPABILITY
+    assert real == CAPABILITIES[name]  # the rows of the documented table
 
 
 # --- an explicit backend ----------------------------------------------------------------------------------------------
