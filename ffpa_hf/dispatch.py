@@ -304,11 +304,13 @@ def _auto_order(call: AttentionCall) -> tuple[tuple[str, str], ...]:
         measured = _measured(call)
         if measured is not None:
             return tuple((name, "fastest as measured on this GPU model") for name in measured)
-        if call.head_dim <= SMALL_HEAD_DIM:
+        if call.head_dim <= SMALL_HEAD_DIM and call.mask_kind != "intervals":
             return (("sdpa", "head dims up to 256 are torch's strength, and nothing was measured here"),) + tuple(
                 (name, "SDPA is not allowed") for name in KERNELS
             )
         why = "head dims above 256 have no fast kernel in torch"
+        if call.mask_kind == "intervals":
+            why = "kernels skip what no row sees, and SDPA would need a dense mask"
     return tuple((name, why) for name in names) + (("sdpa", "no kernel serves this call"),)
 
 

@@ -466,6 +466,6 @@ def run(
 
 
 def _work(family: str, check: Check, device: torch.device) -> Outcome:
-    if device.type == "cuda":
+    if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
     return run_check(importlib.import_module(f"ffpa_hf.kernels.{family}"), NAMES[family], check, device)

@@ -472,9 +472,9 @@ def _runs(keep: Tensor) -> tuple[Tensor, Tensor]:
 
 def _dense(mask_function: Callable[..., Any], geometry: Geometry, padding: Tensor | None, use_vmap: bool) -> Tensor:
     """The bool mask `[B, 1, q_len, kv_len]` that transformers itself makes of a mask function."""
-    from transformers import masking_utils
+    from transformers.masking_utils import sdpa_mask
 
-    make: Any = masking_utils.sdpa_mask  # its annotations leave out what it takes and returns here
+    make: Any = sdpa_mask  # its annotations leave out what it takes and returns here
     return make(
         batch_size=geometry.batch,
         q_length=geometry.q_len,
@@ -503,11 +503,12 @@ def _build_in_graph(
     in the graph, which the compiler fuses. Where a row may be something else (functions of a model or a user, blocks of
     tokens), the mask stays dense.
     """
-    from transformers import masking_utils
+    # The submodule by its own name: torch 2.11 does not trace an import of the lazy package.
+    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
-    if mask_function is masking_utils.causal_mask_function:
+    if mask_function is causal_mask_function:
         bounds = Bounds(None, geometry.rows() + 1, diagonal=True)
-    elif mask_function is masking_utils.bidirectional_mask_function:
+    elif mask_function is bidirectional_mask_function:
         bounds = Bounds()
     elif use_vmap or model_type in _SPLIT_BLOCKS or _code(mask_function) is _or_code():
         return dense()
@@ -522,6 +523,6 @@ def _code(function: Any) -> Any:
 
 
 def _or_code() -> Any:
-    from transformers import masking_utils
+    from transformers.masking_utils import or_masks
 
-    return masking_utils.or_masks().__code__
+    return or_masks().__code__

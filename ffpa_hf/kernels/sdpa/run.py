@@ -71,9 +71,16 @@ def _fused(inputs: AttentionInputs) -> Tensor:
 
 def _laid_out(shape: torch.Size, strides: tuple[int, ...], gradient: Tensor) -> Tensor:
     """`gradient`, or a copy where it lies otherwise than `strides` say or starts off a 16-byte border."""
-    if gradient.stride() == strides and gradient.data_ptr() % 16 == 0:
+    if gradient.stride() == strides and _starts_on_border(gradient):
         return gradient
     return gradient.new_empty_strided(shape, strides).copy_(gradient)
+
+
+def _starts_on_border(tensor: Tensor) -> bool:
+    """Whether the address is a multiple of 16; taken for granted where there is none (in a graph, under vmap)."""
+    if torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return True
+    return tensor.data_ptr() % 16 == 0
 
 
 def _readable(tensor: Tensor) -> Tensor:
@@ -86,7 +93,7 @@ def _readable(tensor: Tensor) -> Tensor:
     off = helps and any(
         size > 1 and stride % unit != 0 for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
     )
-    if not off and (torch.compiler.is_compiling() or tensor.data_ptr() % 16 == 0):
+    if not off and _starts_on_border(tensor):
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
 
@@ -103,7 +110,8 @@ def _fused_mask(mask: Tensor, dtype: torch.dtype, kv_len: int) -> Tensor:
         return torch.where(mask, 0.0, float("-inf")).to(dtype).contiguous()
     if mask.dtype != torch.float16:  # its minimum is no danger
         mask = torch.where(mask == float("-inf"), mask, mask.clamp(min=_ABSORBING))
-    return _readable(mask.contiguous())
+    mask = mask.contiguous()
+    return mask if _starts_on_border(mask) else mask.clone()
 
 
 def _needs_grad(inputs: AttentionInputs) -> bool:

@@ -180,6 +180,11 @@ def is_legal(
         # The product reads whole steps of what the scores kernel wrote in whole tiles, in blocks of the same rows.
         return fits and scores.block_n % product.step == 0 and scores.block_m == product.block
     columns = split_columns(head_dim, config.width)
+    if tma and not config.chunk and config.num_stages == 1:
+        # Narrow boxes that are not prefetched fault on Hopper (seen at head dims 72 and 96, Triton 3.6).
+        tail = split_columns(head_dim, 1 << 20).second
+        if 0 < tail < 64:
+            return False
     threads = config.num_warps * 32
     accumulator = config.block_m * (columns.width + config.block_n) // threads
     if accumulator > _MAX_ACCUMULATOR or (tma and max(config.block_m, config.block_n) > 256):
@@ -191,6 +196,8 @@ def is_legal(
 # (head dim up to, config). Whole-width products (chunk 0) need the big shared memory of Hopper.
 _FORWARD_TMA: tuple[tuple[int, ForwardConfig], ...] = (
     (256, ForwardConfig(64, 128, 0, 512, 4, 1)),
+    (128, ForwardConfig(128, 128, 0, 512, 8, 2)),
+    (256, ForwardConfig(128, 64, 0, 512, 8, 2)),
     (320, ForwardConfig(64, 64, 0, 512, 4, 2)),
     (384, ForwardConfig(64, 64, 0, 512, 4, 1)),
     (512, ForwardConfig(64, 128, 0, 512, 8, 1)),
