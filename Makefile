@@ -48,8 +48,9 @@ format: $(STAMP) ## let ruff mend what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# passive: on a machine that is busy with other work, spinning threads would wait for each other for minutes
 demo: $(STAMP) ## a photograph and a fine-tuning run, with and without ffpa_hf; writes demo-report/index.html
-	HF_HUB_OFFLINE=1 $(BIN)/ffpa-hf demo $(ARGS)
+	HF_HUB_OFFLINE=1 OMP_WAIT_POLICY=passive $(BIN)/ffpa-hf demo $(ARGS)
 
 test-gpu: ## the suite with real kernels, and the GPU-only tests
 	PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest -q -m "not slow" $(ARGS)
