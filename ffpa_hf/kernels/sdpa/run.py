@@ -102,7 +102,7 @@ def _fused_mask(mask: Tensor, dtype: torch.dtype, kv_len: int) -> Tensor:
     """A mask in the one form that every fused CUDA kernel of torch answers rightly (seen on an H200, torch 2.11).
 
     cuDNN lets rows without keys see something under a bool mask, not under minus infinities. Mem-efficient and cuDNN
-    multiply by log2(e), which turns finite minima into minus infinity: -1e30 stays finite and absorbs any score as well.
+    multiply by log2(e), which turns finite minima into minus infinity: -1e30 stays finite and absorbs any score too.
     """
     if mask.shape[-1] != kv_len:  # mem-efficient takes no mask that is broadcast along the keys
         mask = mask.expand(*mask.shape[:-1], kv_len)
