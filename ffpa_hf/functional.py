@@ -54,7 +54,7 @@ def ffpa_attn_func(
         attn_mask: None; bool (True keeps) or floating (added to the scores), broadcastable to `[B, Hq, Nq, Nkv]`; a
             `RowIntervals`; or one of torch's CausalBias objects. A floating mask has a gradient and is never cast down:
             it has query's dtype or float32.
-        dropout_p: probability of dropping an attention weight, 0 <= p < 1.
+        dropout_p: probability of dropping an attention weight, 0 <= p <= 1.
         is_causal: row i sees keys 0..i (top-left aligned, whatever the lengths). Excludes `attn_mask`.
         scale: factor of the scores; None means 1 / sqrt(D), 0.0 means zero.
         enable_gqa: query heads share key/value heads in equal groups.
@@ -178,6 +178,7 @@ def ffpa_attn_varlen_func(
         enable_gqa=q.shape[1] != k.shape[1] if enable_gqa is None else enable_gqa,
         return_lse=return_lse,
         route=_explicit(backend, forward_backend, backward_backend),
+        varlen=True,
     )
     if return_lse:
         out, lse = result
@@ -200,10 +201,14 @@ def attend(
     return_lse: bool = False,
     route: Route | None = None,
     site: Module | None = None,
+    varlen: bool = False,
 ) -> Any:
-    """`ffpa_attn_func` with a `Route` (preferences unless strict) and the module the call is counted under."""
+    """`ffpa_attn_func` with a `Route` (preferences unless strict) and the module the call is counted under.
+
+    varlen: `attn_mask` are the intervals of packed sequences, which SDPA then works off in chunks, not as a dense mask.
+    """
     prepared = _prepare(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, softcap, sinks, return_lse
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, softcap, sinks, return_lse, varlen
     )
     made = plan(prepared.call, route)
     if made.error is not None:
@@ -239,10 +244,11 @@ def _prepare(
     softcap: float | None,
     sinks: Tensor | None,
     return_lse: bool,
+    varlen: bool = False,
 ) -> _Prepared:
     query, key, value = _check_tensors(query, key, value)
-    if not 0.0 <= dropout_p < 1.0:
-        raise ValueError(f"dropout_p={dropout_p} is not allowed; use 0 <= dropout_p < 1.")
+    if not 0.0 <= dropout_p <= 1.0:
+        raise ValueError(f"dropout_p={dropout_p} is not allowed; use 0 <= dropout_p <= 1.")
     if softcap is not None and not softcap > 0.0:
         raise ValueError(f"softcap={softcap} is not allowed; use a number above 0, or None for no cap.")
     rank = query.dim()
@@ -297,6 +303,7 @@ def _prepare(
         has_sinks=sinks is not None,
         return_lse=return_lse,
         needs_grad=needs_grad,
+        varlen=varlen,
     )
     inputs = AttentionInputs(
         query=query,

@@ -83,6 +83,13 @@ def not_accelerated(module: Module, reason: str) -> None:
     _not_accelerated[module] = reason
 
 
+def forget(model_or_pipeline: Any) -> None:
+    """Drop the notes of `not_accelerated` inside a model or pipeline, once it is ours no longer; counts stay."""
+    for _, module in _modules(model_or_pipeline):
+        for child in module.modules():
+            _not_accelerated.pop(child, None)
+
+
 def reset() -> None:
     """Forget everything counted."""
     _by_module.clear()

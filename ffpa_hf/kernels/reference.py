@@ -66,7 +66,7 @@ def attention(
     total = total.masked_fill(empty, 1.0)
     weights = weights / total
     if keep is not None:
-        weights = weights * keep / (1.0 - dropout_p)
+        weights = weights * keep / (1.0 - dropout_p) if dropout_p < 1.0 else weights * 0.0
     out = (weights.reshape(batch, kv_heads, stacked, kv_len) @ value).reshape(batch, q_heads, q_len, value.shape[-1])
     lse = (pivot + torch.log(total)).masked_fill(empty, -torch.inf).squeeze(-1)
     return out, lse

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import importlib
 import sys
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ import wrapt
 
 from ffpa_hf.backends import Backend
 from ffpa_hf.dispatch import Route
+from ffpa_hf.report import forget
 
 #: Library -> the module of it whose loading means that its registries exist.
 _TRIGGERS = {
@@ -49,8 +51,12 @@ def unregister() -> None:
 
 
 def _on_import(library: str, _: Any) -> None:
-    if _active:
+    if not _active:
+        return
+    try:
         _patch(library).register()
+    except Exception as problem:  # importing transformers or diffusers must not fail for us
+        warnings.warn(f"ffpa_hf could not offer itself to {library}: {type(problem).__name__}: {problem}", stacklevel=2)
 
 
 def _patch(library: str) -> Any:
@@ -93,6 +99,7 @@ def enable(
 def disable(model_or_pipeline: Any) -> Any:
     """Undo `enable`: the very objects and settings that were there before; returns the model or pipeline."""
     _owner(model_or_pipeline).disable(model_or_pipeline)
+    forget(model_or_pipeline)
     return model_or_pipeline
 
 
