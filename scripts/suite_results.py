@@ -1,6 +1,6 @@
 """Turn a junit file of a test run into the small JSON kept under benchmarks/results.
 
-    python scripts/suite_results.py suite.xml --device "NVIDIA H200" --command "make test-gpu" --out results.json
+python scripts/suite_results.py suite.xml --device "NVIDIA H200" --command "make test-gpu" --out results.json
 """
 
 from __future__ import annotations

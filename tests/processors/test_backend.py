@@ -43,7 +43,12 @@ def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         timeout=120,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *sys.path]), "OMP_NUM_THREADS": "1", **environment},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(root), *sys.path]),
+            "OMP_NUM_THREADS": "1",
+            **environment,
+        },
     )
 
 
@@ -381,7 +386,8 @@ def test_importing_ffpa_hf_does_not_import_diffusers():
 def test_context_parallel_flux_equals_the_whole_model(tmp_path):
     """Ring and Ulysses, forward and backward, two processes; see the script."""
     script = Path(__file__).with_name("context_parallel_script.py")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(script.parents[2]), *sys.path]), "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join([str(script.parents[2]), *sys.path])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen(
             [sys.executable, "-W", "ignore", script, str(rank), tmp_path / "meet"],
