@@ -23,7 +23,8 @@ def run(model, inputs, **more):
     logits = model(**inputs, **more).logits
     keep = inputs.get("attention_mask", torch.ones(logits.shape[:2])).bool()[:, -logits.shape[1] :]
     logits = logits[keep]
-    (logits.float() * torch.linspace(-1, 1, logits.numel()).view_as(logits)).sum().backward()
+    weights = torch.linspace(-1, 1, logits.numel(), device=logits.device).view_as(logits)
+    (logits.float() * weights).sum().backward()
     return logits.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
