@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
@@ -32,10 +31,8 @@ def verdicts(tmp_path, monkeypatch):
     monkeypatch.setattr(qualification, "_SHIPPED", path)
     qualification.forget()
     dispatch.forget_plans()
-    # Not `settings.override`: its context variable cannot be traced.
-    chosen = replace(settings.current(), cache_dir=str(tmp_path / "kept"), allow_unqualified=False)
-    monkeypatch.setattr(settings, "_process_settings", chosen)
-    yield
+    with settings.override(cache_dir=str(tmp_path / "kept"), allow_unqualified=False):
+        yield
     qualification.forget()
     dispatch.forget_plans()
 
