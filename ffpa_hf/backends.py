@@ -31,7 +31,8 @@ class SDPABackend:
 class TritonBackend:
     """Triton kernels, forward and backward, fp16 and bf16, head dims 64 to 1024.
 
-    autotune: time several configurations on first use and keep the fastest, instead of the shipped table.
+    autotune: time several configurations on first use and keep the fastest, instead of the shipped table. Not built
+        yet: a call with autotune=True raises NotImplementedError.
     autotune_mode: "fast" tries a short list, "max" the whole legal grid.
     workspace_mb: most MiB of scratch that one call may hold, forward (wide heads) or backward.
     """

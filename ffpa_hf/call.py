@@ -34,7 +34,6 @@ class AttentionCall:
     device_name: str = ""
     rank: int = 4
     mask_kind: MaskKind = "none"
-    mask_dtype: torch.dtype | None = None
     has_key_mask: bool = False
     has_bias: bool = False
     bias_dtype: torch.dtype | None = None
@@ -74,14 +73,15 @@ class AttentionCall:
         finite minima: their gradients are wrong there.
         """
         lacking = self.sdpa_expresses()
-        if lacking is None and self.has_bias and self.needs_grad:
+        # With dropout always, since a checkpoint's first pass without a graph must draw what its second pass draws.
+        if lacking is None and self.has_bias and (self.needs_grad or self.dropout_p > 0):
             return "right gradients for rows of finite minima"
         return lacking
 
-    def shape_text(self) -> str:
-        """Shapes, dtype and mask in one line, for tables and messages."""
+    def shape_text(self, length: str | None = None) -> str:
+        """Shapes, dtype and mask in one line, for tables and messages. length: to be said in place of this call's."""
         heads = f"{self.q_heads}" if self.q_heads == self.kv_heads else f"{self.q_heads}:{self.kv_heads}"
-        length = f"{self.q_len}" if self.q_len == self.kv_len else f"{self.q_len}x{self.kv_len}"
+        length = length or (f"{self.q_len}" if self.q_len == self.kv_len else f"{self.q_len}x{self.kv_len}")
         width = f"{self.head_dim}" if self.head_dim == self.value_dim else f"{self.head_dim}/{self.value_dim}"
         mask = "causal" if self.is_causal else self.mask_kind
         extras = [f"dropout {self.dropout_p:g}"] if self.dropout_p else []

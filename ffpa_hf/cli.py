@@ -222,7 +222,6 @@ def explain(
         value_dim=key[3],
         dtype=kind,
         mask_kind=mask,
-        mask_dtype={"bool": torch.bool, "additive": kind}.get(mask),
         has_bias=mask == "additive",
         bias_dtype=kind if mask == "additive" else None,
         is_causal=causal,

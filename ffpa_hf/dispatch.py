@@ -107,6 +107,8 @@ def ask(name: str, call: AttentionCall, config: Backend | None = None, *, backwa
     module, problem = _backend_module(name)
     if module is None:
         return refuse("not available", "unqualified", RuntimeError, "the {} backend is off: {}", name, problem)
+    if isinstance(config, TritonBackend) and config.autotune:
+        return refuse("autotune", "error", NotImplementedError, "autotune=True: the tuner is not built yet")
     answer = module.supports(call, config or _DEFAULT_CONFIG[name], backward=backward)
     if isinstance(answer, Refused) and answer.kind != "unqualified":
         return answer
@@ -130,8 +132,10 @@ def short_sequence(name: str, call: AttentionCall) -> Refused | None:
         return None
     decoding = call.q_len < DECODE_LENGTH and name != "cute"
     if (call.q_len < SHORT_LENGTH and not decoding) or call.kv_len < SHORT_LENGTH:
-        return refuse("short sequence", "fallback", ValueError, "{} queries by {} keys is short: kernels start at {}",
-                      call.q_len, call.kv_len, SHORT_LENGTH)  # fmt: skip
+        return refuse(
+            "short sequence", "fallback", ValueError,
+            "a short sequence: kernels start at {} queries and keys", SHORT_LENGTH,
+        )  # fmt: skip
     return None
 
 
@@ -159,7 +163,8 @@ def _qualification():
 def plan(call: AttentionCall, route: Route | None = None) -> Plan:
     """Decide. Never raises for what the call asks: an impossible request comes back with `error` set."""
     route = route or Route()
-    if torch.compiler.is_compiling():
+    sizes = (call.batch, call.q_heads, call.kv_heads, call.q_len, call.kv_len, call.head_dim, call.value_dim)
+    if torch.compiler.is_compiling() or not all(type(size) is int for size in sizes):  # symbolic sizes have no hash
         return _plan(call, route)
     return _cached_plan(call, route, settings.current())
 

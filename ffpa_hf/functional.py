@@ -292,7 +292,6 @@ def _prepare(
         device_name=device_name,
         rank=rank,
         mask_kind=mask.kind,
-        mask_dtype=attn_mask.dtype if isinstance(attn_mask, Tensor) else None,
         has_key_mask=intervals is not None and intervals.key_mask is not None,
         has_bias=mask.bias is not None,
         bias_dtype=None if mask.bias is None else mask.bias.dtype,
@@ -405,11 +404,15 @@ def _check_tensors(query: Any, key: Any, value: Any) -> tuple[Tensor, Tensor, Te
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a tensor, not {type(tensor).__name__}.")
-    if query.dim() < 2 or key.dim() != query.dim() or value.dim() != query.dim():
+    if min(query.dim(), key.dim(), value.dim()) < 2:
         raise ValueError(
-            f"query, key and value must have the same number of dimensions, two or more; they have shapes "
+            f"query, key and value need two dimensions or more; they have shapes "
             f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}."
         )
+    rank = max(query.dim(), key.dim(), value.dim())  # missing leading dimensions broadcast, as in F.sdpa
+    query, key, value = (
+        tensor if tensor.dim() == rank else tensor[(None,) * (rank - tensor.dim())] for tensor in (query, key, value)
+    )
     if query.device != key.device or query.device != value.device:
         raise ValueError(
             f"query is on {query.device}, key on {key.device}, value on {value.device}; one device is needed."

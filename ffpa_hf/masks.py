@@ -32,7 +32,7 @@ class RowIntervals:
     end: Tensor
     key_mask: Tensor | None = None
     bias: Tensor | None = None
-    _ranges: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
+    _ranges: dict[int, tuple[tuple[int, int], tuple[Tensor, Tensor]]] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         for name, bound in (("start", self.start), ("end", self.end)):
@@ -188,11 +188,24 @@ class RowIntervals:
         Returns two int32 `[B or 1, ceil(Nkv / 64)]` on the mask's device. key_mask is not read: a wider range is right.
         Computed once per mask and length, except under torch.compile, where it belongs to the graph.
         """
-        if torch.compiler.is_compiling():
+        version = self._version()
+        if version is None:
             return self._query_ranges(kv_len)
-        if kv_len not in self._ranges:
-            self._ranges[kv_len] = self._query_ranges(kv_len)
-        return self._ranges[kv_len]
+        known = self._ranges.get(kv_len)
+        if known is None or known[0] != version:
+            known = self._ranges[kv_len] = (version, self._query_ranges(kv_len))
+        return known[1]
+
+    def _version(self) -> tuple[int, int] | None:
+        """Counts writes into start and end, so that a refilled mask is computed anew; None where nothing may be kept.
+
+        A graph must compute its own ranges from what its buffers hold at replay.
+        """
+        if torch.compiler.is_compiling() or self.start.is_inference() or self.end.is_inference():
+            return None
+        if self.start.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return None
+        return self.start._version, self.end._version
 
     def _query_ranges(self, kv_len: int) -> tuple[Tensor, Tensor]:
         start, end = torch.broadcast_tensors(self.start.clamp(min=0), self.end.clamp(max=kv_len))

@@ -63,19 +63,37 @@ class Report:
         )
 
 
-_Key = tuple[str, str, str, str]  # shape, backend, backward, reason
-_by_module: weakref.WeakKeyDictionary[Module, dict[_Key, int]] = weakref.WeakKeyDictionary()
+class _Tally:
+    """Calls alike but for their lengths, and how far those went: a decoded token must not be a row of its own."""
+
+    __slots__ = ("calls", "keys", "queries")
+
+    def __init__(self) -> None:
+        self.calls, self.queries, self.keys = 0, (1 << 62, 0), (1 << 62, 0)
+
+    def add(self, q_len: int, kv_len: int) -> None:
+        self.calls += 1
+        self.queries = min(self.queries[0], q_len), max(self.queries[1], q_len)
+        self.keys = min(self.keys[0], kv_len), max(self.keys[1], kv_len)
+
+    def lengths(self) -> str:
+        queries, keys = (f"{low}" if low == high else f"{low}..{high}" for low, high in (self.queries, self.keys))
+        return queries if queries == keys else f"{queries}x{keys}"
+
+
+_Key = tuple[str, str, str, str]  # shape with a place for the lengths, backend, backward, reason
+_by_module: weakref.WeakKeyDictionary[Module, dict[_Key, _Tally]] = weakref.WeakKeyDictionary()
 _not_accelerated: weakref.WeakKeyDictionary[Module, str] = weakref.WeakKeyDictionary()
-_total: dict[_Key, int] = {}
+_total: dict[_Key, _Tally] = {}
 
 
 def record(plan: Plan, site: Module | None = None) -> None:
     """Count one call that `plan` decided; `site` is the module it was made for."""
-    key = (plan.call.shape_text(), plan.forward, plan.backward or "none", plan.reason)
-    _total[key] = _total.get(key, 0) + 1
+    call = plan.call
+    key = (call.shape_text("{}"), plan.forward, plan.backward or "none", plan.reason)
+    _total.setdefault(key, _Tally()).add(call.q_len, call.kv_len)
     if site is not None:
-        counts = _by_module.setdefault(site, {})
-        counts[key] = counts.get(key, 0) + 1
+        _by_module.setdefault(site, {}).setdefault(key, _Tally()).add(call.q_len, call.kv_len)
 
 
 def not_accelerated(module: Module, reason: str) -> None:
@@ -104,16 +122,21 @@ def report(model_or_pipeline: Any = None) -> Report:
     since import, without modules.
     """
     if model_or_pipeline is None:
-        return Report([CallSite("", "", *key, calls) for key, calls in _total.items()])
+        return Report([_row("", "", key, tally) for key, tally in _total.items()])
     rows = []
     for prefix, module in _modules(model_or_pipeline):
         for name, child in module.named_modules():
             full = ".".join(part for part in (prefix, name) if part)
-            for key, calls in _by_module.get(child, {}).items():
-                rows.append(CallSite(full, type(child).__name__, *key, calls))
+            for key, tally in _by_module.get(child, {}).items():
+                rows.append(_row(full, type(child).__name__, key, tally))
             if child in _not_accelerated:
                 rows.append(CallSite(full, type(child).__name__, "", "native", "native", _not_accelerated[child], 0))
     return Report(rows)
+
+
+def _row(name: str, kind: str, key: _Key, tally: _Tally) -> CallSite:
+    shape, backend, backward, reason = key
+    return CallSite(name, kind, shape.format(tally.lengths()), backend, backward, reason, tally.calls)
 
 
 def _modules(owner: Any) -> list[tuple[str, Module]]:

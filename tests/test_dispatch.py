@@ -739,3 +739,8 @@ def test_with_the_interpreter_triton_takes_cpu_tensors(real):
         with pytest.raises(TypeError, match="bfloat16.*interpreter"):
             ffpa_attn_func(*(query.bfloat16(),) * 3, backend="triton")
     assert explain(query, query, query, backend="triton").forward == "sdpa"
+
+
+def test_autotuning_is_refused_until_it_exists():
+    made = plan(call(), Route(TritonBackend(autotune=True), strict=True))
+    assert isinstance(made.error, NotImplementedError) and "autotune" in str(made.error)

@@ -426,3 +426,17 @@ def test_intervals_stay_intervals_and_hand_over_their_bias():
     made = canonical_mask(mask, False, batch=2, heads=3, q_len=4, kv_len=6, device=bias.device)
     assert made.kind == "intervals" and made.intervals is mask and made.mask is None
     assert made.bias.data_ptr() == bias.data_ptr() and made.bias.dim() == 4
+
+
+def test_query_ranges_follow_a_mask_that_is_refilled():
+    mask = RowIntervals.causal(200, 200)
+    assert mask.query_ranges(200)[0].tolist() == [[0, 64, 128, 192]]
+    mask.end.fill_(200)
+    assert mask.query_ranges(200)[0].tolist() == [[0, 0, 0, 0]]
+    assert mask.query_ranges(200)[0] is mask.query_ranges(200)[0]
+
+
+def test_query_ranges_of_inference_tensors():
+    with torch.inference_mode():
+        mask = RowIntervals.causal(70, 70)
+        assert mask.query_ranges(70)[1].tolist() == [[70, 70]]

@@ -138,3 +138,11 @@ def test_counting_keeps_no_module_alive():
 def test_something_that_is_no_model_raises():
     with pytest.raises(TypeError, match="report takes a torch module or a diffusers pipeline, not list"):
         ffpa_hf.report([])
+
+
+def test_decoding_makes_one_row_however_many_tokens():
+    key = torch.randn(1, 2, 40, 64)
+    for length in range(1, 41):
+        ffpa_attn_func(key[:, :, :1], key[:, :, :length], key[:, :, :length])
+    (row,) = ffpa_hf.report().rows
+    assert row.calls == 40 and "N1x1..40" in row.shape

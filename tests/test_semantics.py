@@ -1152,3 +1152,22 @@ def test_long_calls_computed_in_chunks_give_the_same(mask, monkeypatch):
 def test_dropout_in_chunks_drops_the_same_in_backward(monkeypatch):
     monkeypatch.setattr(sdpa_run, "_CHUNK_ELEMENTS", 2 * 2 * 64 * 10)
     test_backward_drops_what_forward_dropped(Served("sdpa", torch.float32), {"softcap": 5.0})
+
+
+def test_reentrant_checkpointing_with_a_bias_draws_the_same_dropout_twice():
+    query, key, value = (torch.randn(1, 1, 12, 16, device=DEVICE, requires_grad=True) for _ in range(3))
+    bias = torch.zeros(12, 12, device=DEVICE)
+
+    def run(query, key, value):
+        return ffpa_attn_func(query, key, value, attn_mask=bias, dropout_p=0.5, backend="sdpa")
+
+    out = checkpoint(run, query, key, value, use_reentrant=True)
+    (out**2).sum().backward()
+    # out is linear in value: <gradient, value> is 2 |out|^2 only where both passes dropped the same weights.
+    assert torch.isclose((value.grad * value).sum(), 2 * (out**2).sum(), rtol=1e-4)
+
+
+def test_missing_leading_dimensions_broadcast_as_in_sdpa():
+    query = torch.randn(2, 3, 8, 16, device=DEVICE)
+    key = torch.randn(3, 8, 16, device=DEVICE)
+    torch.testing.assert_close(ffpa_attn_func(query, key, key), F.scaled_dot_product_attention(query, key, key))

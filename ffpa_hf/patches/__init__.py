@@ -92,7 +92,9 @@ def enable(
     Raises TypeError for anything else than such a model or pipeline, or for an unknown option.
     """
     route = Route(backend, forward_backend, backward_backend, strict)
-    _owner(model_or_pipeline).enable(model_or_pipeline, route, **more)
+    patch = _owner(model_or_pipeline)
+    forget(model_or_pipeline)
+    patch.enable(model_or_pipeline, route, **more)
     return model_or_pipeline
 
 

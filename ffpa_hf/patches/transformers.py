@@ -10,6 +10,7 @@ import functools
 import inspect
 import types
 import warnings
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -102,6 +103,8 @@ def owns(obj: Any) -> bool:
 def enable(obj: Module, route: Route, *, towers: bool = False) -> None:
     """Switch a model's attention to "ffpa", computed by `route`; only this model changes.
 
+    Models that were built on one and the same config object share its switch: the last one disabled turns it off.
+
     towers: also switch vision and audio towers beside a text model. By default they keep what they had: their head
     dims are small, they gain nothing. Sub-models whose attention does not go through transformers' interface always
     keep what they had. `ffpa_hf.report(obj)` names both.
@@ -145,7 +148,7 @@ def enable(obj: Module, route: Route, *, towers: bool = False) -> None:
             not_accelerated(model, "computes its attention itself, not through transformers' interface")
     state = _Enabled()
     for config in configs.values():
-        state.implementations.append((config, config._attn_implementation))
+        state.implementations.append((config, _take(config)))
         _set_implementation(config, NAME)
     for module in chosen:
         state.routes.append((module, vars(module).get("_ffpa_route")))
@@ -164,7 +167,34 @@ def disable(obj: Module) -> None:
         else:
             module._ffpa_route = before
     for config, implementation in state.implementations:
-        _set_implementation(config, implementation)
+        if _give_back(config):
+            _set_implementation(config, implementation)
+
+
+#: id of a config -> [the implementation before the first `enable`, how many enabled models use it].
+_switched: dict[int, list[Any]] = {}
+
+
+def _take(config: Any) -> str | None:
+    """Count one more model on a config; returns the implementation it had before the first."""
+    if id(config) not in _switched:
+        _switched[id(config)] = [config._attn_implementation, 0]
+        weakref.finalize(config, _switched.pop, id(config), None)
+    entry = _switched[id(config)]
+    entry[1] += 1
+    return entry[0]
+
+
+def _give_back(config: Any) -> bool:
+    """Count one model less; True where none is left (or the config is a copy that was never counted)."""
+    entry = _switched.get(id(config))
+    if entry is None:
+        return True
+    entry[1] -= 1
+    if entry[1] <= 0:
+        del _switched[id(config)]
+        return True
+    return False
 
 
 def _set_implementation(config: Any, implementation: str | None) -> None:

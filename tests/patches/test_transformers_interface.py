@@ -795,3 +795,18 @@ def test_paligemma_reads_its_prefix_both_ways(monkeypatch):
     keep = inputs["attention_mask"].bool()
     torch.testing.assert_close(out["ffpa"].logits[keep], out["eager"].logits[keep], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(out["ffpa"].loss, out["eager"].loss)
+
+
+def test_models_on_one_config_share_its_switch_and_get_it_back():
+    from transformers import LlamaModel
+
+    config = tiny.model("llama", "sdpa").config
+    one, other = LlamaModel(config), LlamaModel(config)
+    assert one.config is other.config
+    before = config._attn_implementation
+    ffpa_hf.enable(one)
+    ffpa_hf.enable(other)
+    ffpa_hf.disable(one)
+    assert config._attn_implementation == "ffpa"  # the other one still wants it
+    ffpa_hf.disable(other)
+    assert config._attn_implementation == before
