@@ -224,7 +224,7 @@ def attend(
 
 
 class _Prepared:
-    """Checked arguments of one call: its description, its canonical tensors, and the original ones for odd ranks."""
+    """Checked arguments of one call: its description and its canonical tensors, or the original ones of many dims."""
 
     __slots__ = ("call", "inputs", "mask", "original")
 
@@ -252,7 +252,6 @@ def _prepare(
     if softcap is not None and not softcap > 0.0:
         raise ValueError(f"softcap={softcap} is not allowed; use a number above 0, or None for no cap.")
     rank = query.dim()
-    original = (query, key, value, attn_mask, enable_gqa)
     if rank in (2, 3):
         lead = (None,) * (4 - rank)  # three dimensions are heads first, as F.sdpa counts them
         query, key, value = (t[lead] for t in (query, key, value))
@@ -319,7 +318,7 @@ def _prepare(
         dropout_p=dropout_p,
         softcap=softcap,
     )
-    return _Prepared(call, inputs, mask, original)
+    return _Prepared(call, inputs, mask, None)
 
 
 def _prepare_many_dims(

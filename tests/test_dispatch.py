@@ -744,3 +744,12 @@ def test_with_the_interpreter_triton_takes_cpu_tensors(real):
 def test_autotuning_is_refused_until_it_exists():
     made = plan(call(), Route(TritonBackend(autotune=True), strict=True))
     assert isinstance(made.error, NotImplementedError) and "autotune" in str(made.error)
+
+
+def test_options_of_the_cuda_backend_are_checked_whatever_the_size():
+    for config, changes, word in (
+        (CUDABackend(enable_fp8=True), {"dropout_p": 0.1, "q_len": 64, "kv_len": 64}, "dropout"),
+        (CUDABackend(acc="f16"), {"dtype": torch.bfloat16}, "acc='f16'"),
+    ):
+        answer = importlib.import_module("ffpa_hf.kernels.cuda").supports(call(**changes), config)
+        assert answer.kind == "error" and word in answer.reason

@@ -50,6 +50,8 @@ def can_rebind(function: types.FunctionType) -> bool:
     before: Any = None
     found = False
     for instruction in dis.get_instructions(function):
+        if instruction.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
+            return False  # it would write into a copy
         if instruction.argval == _SDPA:
             if before not in names:
                 return False
@@ -64,12 +66,27 @@ def _mentions(constant: Any) -> bool:
     return _SDPA in constant.co_names or any(_mentions(inner) for inner in constant.co_consts)
 
 
-@functools.lru_cache(maxsize=1024)
 def rebound(function: types.FunctionType) -> types.FunctionType:
-    """`function` with our attention; made once, never stored on a module (it could not be pickled)."""
-    bindings = {name: _functional if value is F else value for name, value in function.__globals__.items()}
+    """`function` with our attention and the globals of this moment; never stored on a module (it has no pickle)."""
+    twin, names = _twin(function)
+    ours, theirs = twin.__globals__, function.__globals__
+    for name in names:  # a helper may have been patched since
+        if name in theirs:
+            value = theirs[name]
+            ours[name] = _functional if value is F else value
+    return twin
+
+
+@functools.lru_cache(maxsize=1024)
+def _twin(function: types.FunctionType) -> tuple[types.FunctionType, tuple[str, ...]]:
+    """The function over a copy of its globals, made once, and the names that its code may look up there."""
     twin = types.FunctionType(
-        function.__code__, bindings, function.__name__, function.__defaults__, function.__closure__
+        function.__code__, dict(function.__globals__), function.__name__, function.__defaults__, function.__closure__
     )
     twin.__kwdefaults__ = function.__kwdefaults__
-    return twin
+    return twin, tuple(sorted(_names(function.__code__)))
+
+
+def _names(code: types.CodeType) -> set[str]:
+    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return set(code.co_names).union(*map(_names, inner))

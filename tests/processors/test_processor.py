@@ -657,3 +657,29 @@ def test_repeated_blocks_share_their_graph():
             tiny.run(model, inputs)
         counts.append(len(graphs))
     assert counts[0] == counts[1] > 0
+
+
+GAIN = 1.0
+
+
+class _Gained:
+    """A custom processor that reads a global of its module."""
+
+    def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, temb=None):
+        query, key, value = (
+            part(hidden_states).unflatten(-1, (attn.heads, -1)).transpose(1, 2)
+            for part in (attn.to_q, attn.to_k, attn.to_v)
+        )
+        out = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
+        return attn.to_out[0](out) * GAIN
+
+
+def test_a_processor_sees_the_globals_of_the_moment(monkeypatch):
+    from diffusers.models.attention_processor import Attention
+
+    attn = Attention(query_dim=16, heads=2, dim_head=8, processor=_Gained())
+    attn.set_processor(FFPAAttnProcessor())
+    hidden = torch.randn(1, 5, 16)
+    assert attn(hidden).abs().max() > 0
+    monkeypatch.setitem(globals(), "GAIN", 0.0)
+    assert attn(hidden).abs().max() == 0

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
+from ffpa_hf.backends import CUDABackend
 from ffpa_hf.kernels.common import Answer, Capability, refusal, refuse
 
 CAPABILITY = Capability(
@@ -13,8 +16,15 @@ CAPABILITY = Capability(
 )
 
 
+QUANTISED = replace(CAPABILITY, dropout=False)
+
+
 def supports(call, config=None, *, backward: bool = False) -> Answer:
     """Refuse with the first rule that applies; where none does, say that the kernels are not built yet."""
-    return refusal(CAPABILITY, call, backward=backward) or refuse(
+    config = config or CUDABackend()
+    if config.acc == "f16" and call.dtype != torch.float16:
+        return refuse("acc", "error", ValueError, "acc='f16' with query dtype {}: it takes float16", call.dtype)
+    can = QUANTISED if config.quantised else CAPABILITY
+    return refusal(can, call, backward=backward) or refuse(
         "not built", "unqualified", NotImplementedError, "the CUDA backend is not built yet"
     )
