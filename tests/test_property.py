@@ -139,7 +139,7 @@ WRONG = {
     "value length": ({"value": _zeros(2, 2, 6, 16)}, "value"),
     "key batch": ({"key": _zeros(3, 2, 7, 16)}, "key"),
     "key heads": ({"key": _zeros(2, 3, 7, 16), "value": _zeros(2, 3, 7, 16)}, "key"),
-    "value rank": ({"value": _zeros(2, 7, 16)}, "value"),
+    "value rank": ({"value": _zeros(16)}, "value"),
     "no value": ({"value": None}, "value"),
     "whole numbers": ({name: _zeros(2, 4, 7, 16, dtype=torch.int32) for name in ("query", "key", "value")}, "query"),
     "key elsewhere": ({"key": _zeros(2, 2, 7, 16, device="meta")}, "key"),

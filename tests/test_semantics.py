@@ -1107,8 +1107,8 @@ def test_tensors_on_the_meta_device_give_a_shape():
     [
         (((1, 1, 4, 64), (1, 1, 4, 32), (1, 1, 4, 64)), "query is 64 wide and key 32"),
         (((1, 1, 4, 64), (1, 1, 4, 64), (1, 1, 5, 64)), "key has 4 positions and value 5"),
-        (((1, 1, 4, 64), (1, 4, 64), (1, 4, 64)), "same number of dimensions"),
-        (((64,), (64,), (64,)), "same number of dimensions"),
+        (((1, 1, 4, 64), (64,), (64,)), "two dimensions or more"),
+        (((64,), (64,), (64,)), "two dimensions or more"),
         (((2, 1, 4, 64), (3, 1, 4, 64), (3, 1, 4, 64)), "batch"),
     ],
 )
