@@ -34,7 +34,6 @@ class AttentionCall:
     device_name: str = ""
     rank: int = 4
     mask_kind: MaskKind = "none"
-    has_key_mask: bool = False
     has_bias: bool = False
     bias_dtype: torch.dtype | None = None
     bias_needs_grad: bool = False
@@ -45,11 +44,6 @@ class AttentionCall:
     return_lse: bool = False
     needs_grad: bool = False
     varlen: bool = False
-
-    @property
-    def group(self) -> int:
-        """Query heads per key/value head."""
-        return self.q_heads // self.kv_heads if self.kv_heads else 1
 
     def sdpa_expresses(self) -> str | None:
         """None where one `F.scaled_dot_product_attention` call can give this result, else what it lacks."""

@@ -104,7 +104,7 @@ class Plan:
 
 def ask(name: str, call: AttentionCall, config: Backend | None = None, *, backward: bool = False) -> Answer:
     """A backend's own answer, then the small-head-dim switch, then qualification; in the order of the contract."""
-    module, problem = _backend_module(name)
+    module, problem = _MODULES[name]
     if module is None:
         return refuse("not available", "unqualified", RuntimeError, "the {} backend is off: {}", name, problem)
     if isinstance(config, TritonBackend) and config.autotune:
@@ -119,7 +119,7 @@ def ask(name: str, call: AttentionCall, config: Backend | None = None, *, backwa
                           call.head_dim, name.upper())  # fmt: skip
     if isinstance(answer, Accepted) and name in KERNELS and call.device_type == "cuda":
         if not current.allow_unqualified:  # the interpreter needs no verdict
-            verdict = _qualification().verdict(name, call.capability, call.is_rocm, call.device_name)
+            verdict = qualification.verdict(name, call.capability, call.is_rocm, call.device_name)
             if not verdict.qualified:
                 return refuse("unqualified", "unqualified", RuntimeError, "the {} kernels are not qualified here: {}",
                               name, verdict.text)  # fmt: skip
@@ -150,14 +150,6 @@ def _import_backend(name: str):
 
 #: Every backend's module; each imports its compiler when a call runs. A table, for torch.compile traces no import.
 _MODULES = {name: _import_backend(name) for name in ("sdpa", *KERNELS)}
-
-
-def _backend_module(name: str):
-    return _MODULES[name]
-
-
-def _qualification():
-    return qualification
 
 
 def plan(call: AttentionCall, route: Route | None = None) -> Plan:
@@ -277,8 +269,6 @@ def _automatic(
             return config, why
         if backward is not None and strict and _impossible_pair(config, backward, call) is not None:
             continue
-        if not requested and isinstance(config, CUDABackend) and config.quantised:
-            continue
         answer = ask(config.name, call, config)
         if isinstance(answer, Accepted):
             short = short_sequence(config.name, call) if requested else None
@@ -306,7 +296,7 @@ def _auto_order(call: AttentionCall) -> tuple[tuple[str, str], ...]:
     elif call.has_bias:
         why = "torch's fused kernels lose the gradient of rows whose scores are all finite minima"
     else:
-        measured = _measured(call)
+        measured = preferences.prefer(call)
         if measured is not None:
             return tuple((name, "fastest as measured on this GPU model") for name in measured)
         if call.head_dim <= SMALL_HEAD_DIM and call.mask_kind != "intervals":
@@ -317,15 +307,6 @@ def _auto_order(call: AttentionCall) -> tuple[tuple[str, str], ...]:
         if call.mask_kind == "intervals":
             why = "kernels skip what no row sees, and SDPA would need a dense mask"
     return tuple((name, why) for name in names) + (("sdpa", "no kernel serves this call"),)
-
-
-def _measured(call: AttentionCall) -> tuple[str, ...] | None:
-    module = _preferences()
-    return None if module is None else module.prefer(call)
-
-
-def _preferences():
-    return preferences
 
 
 # --- backward ---------------------------------------------------------------------------------------------------------
@@ -430,6 +411,6 @@ def _candidates(call: AttentionCall) -> tuple[Candidate, ...]:
 
 
 def _detail(made: Plan, call: AttentionCall) -> str:
-    module, _ = _backend_module(made.forward) if made.forward in KERNELS else (None, None)
+    module, _ = _MODULES[made.forward] if made.forward in KERNELS else (None, None)
     describe = getattr(module, "describe", None)
     return describe(call, made.forward_config) if describe is not None else ""

@@ -291,7 +291,6 @@ def _prepare(
         device_name=device_name,
         rank=rank,
         mask_kind=mask.kind,
-        has_key_mask=intervals is not None and intervals.key_mask is not None,
         has_bias=mask.bias is not None,
         bias_dtype=None if mask.bias is None else mask.bias.dtype,
         bias_needs_grad=needs_grad and mask.bias is not None and mask.bias.requires_grad,
