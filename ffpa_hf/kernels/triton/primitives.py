@@ -21,7 +21,7 @@ BIG = tl.constexpr(2**31 - 1)
 #: Arguments whose value must not make another kernel: a new length, head count or round is no reason to compile.
 SIZES = (
     "Hq", "group", "n_q", "n_kv", "stats_size", "lane0", "lanes", "tile0", "tiles", "row0", "row1", "padded_rows",
-    "padded_cols", "slots", "bias_heads", "batches", "heads",
+    "slots", "bias_heads", "batches", "heads",
 )  # fmt: skip
 
 
