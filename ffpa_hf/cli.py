@@ -16,6 +16,7 @@ import typer
 if TYPE_CHECKING:
     import torch
 
+    from ffpa_hf.bench.results import Results
     from ffpa_hf.call import AttentionCall
 
 app = typer.Typer(
@@ -282,17 +283,20 @@ def bench(
     device: Annotated[str | None, typer.Option(help="cuda, cuda:1 or cpu; default: the first GPU, else cpu.")] = None,
     seconds: Annotated[float, typer.Option(help="Sampling time per case and direction, over all providers.")] = 2.0,
     minutes: Annotated[float | None, typer.Option(help="Begin no case later than this.")] = None,
+    e2e: Annotated[bool, typer.Option("--e2e", help="Whole models with random weights, sdpa against ours.")] = False,
     list_: Annotated[bool, typer.Option("--list", help="List cases and providers, and stop.")] = False,
 ) -> None:
     """Time our kernels beside F.sdpa and the installed peers, all in one run; keep the numbers as JSON.
 
-    Without --cases: the published set on a GPU, cpu_smoke elsewhere.
+    Without --cases: the published set on a GPU, cpu_smoke elsewhere. With --e2e: training steps, diffusion passes, an
+    autoencoder and generate() at real dimensions on a GPU, tiny twins of them elsewhere; each result is judged before
+    it is timed, and the exit code is 1 where one is wrong.
     """
     from ffpa_hf.bench import cases as table
     from ffpa_hf.bench import providers as field
 
     if list_:
-        _list_bench(_console())
+        (_list_end_to_end if e2e else _list_bench)(_console())
         return
     import torch
 
@@ -300,6 +304,11 @@ def bench(
     from ffpa_hf.bench import runner
 
     target = _device(device)
+    if e2e:
+        if directions:
+            raise typer.BadParameter("a model's job has its own directions.", param_hint="--directions")
+        _bench_end_to_end(_words(cases), _words(providers), name, output, target, seconds, minutes)
+        return
     wanted = _words(cases) or (["kernel"] if target.type == "cuda" else ["cpu_smoke"])
     try:
         chosen = table.select(wanted)
@@ -312,16 +321,9 @@ def bench(
             raise typer.BadParameter(f"{way!r}; use {', '.join(table.DIRECTIONS)}.", param_hint="--directions")
     if target.type == "cuda":
         torch.cuda.set_device(target)
-    gathered = records.Results(
-        device=torch.cuda.get_device_name(target) if target.type == "cuda" else "CPU",
-        date=records.now(),
-        command=shlex.join(["ffpa-hf", *sys.argv[1:]]),
-        versions=records.versions(),
-    )
+    gathered = _new_results(target)
     path = output / records.file_name(gathered, name)
-    console, progress, on_step, on_case = _bench_progress(len(chosen), lambda: gathered.write(path))
-    console.print(f"{gathered.device}; {', '.join(f'{k} {v}' for k, v in gathered.versions.items())}")
-    console.print(gathered.command)
+    progress, on_step, on_case = _bench_progress(gathered, len(chosen), lambda: gathered.write(path))
     with progress:
         left = runner.run(
             chosen,
@@ -334,12 +336,74 @@ def bench(
             on_step=on_step,
             on_case=on_case,
         )
+    _end_bench(gathered, path, [case.id for case in left])
+
+
+def _bench_end_to_end(
+    cases: list[str],
+    providers: list[str],
+    name: str,
+    output: Path,
+    device: torch.device,
+    seconds: float,
+    minutes: float | None,
+) -> None:
+    """`bench --e2e`: also writes where the time went, beside the results, as `<results>-profile.json`."""
+    from dataclasses import asdict
+
+    import torch
+
+    from ffpa_hf.bench import end_to_end
+    from ffpa_hf.bench import results as records
+    from ffpa_hf.kernels.tuning.store import write_json
+
+    try:
+        chosen = end_to_end.select(cases or ["e2e" if device.type == "cuda" else "e2e_tiny"])
+        timed = end_to_end.select_providers(providers)
+    except ValueError as problem:
+        raise typer.BadParameter(str(problem)) from None
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    gathered = _new_results(device)
+    path = output / records.file_name(gathered, "e2e" if name == "bench" else name)
+    progress, on_step, on_case = _bench_progress(gathered, len(chosen), lambda: gathered.write(path))
+    with progress:
+        left, profiles = end_to_end.run(
+            chosen, timed, gathered, device, seconds=seconds, minutes=minutes, on_step=on_step, on_case=on_case
+        )
+    kernels = {
+        case: {run: [asdict(kernel) for kernel in longest] for run, longest in runs.items()}
+        for case, runs in profiles.items()
+    }
+    write_json(path.with_name(f"{path.stem}-profile.json"), {"command": gathered.command, "longest": kernels})
+    _end_bench(gathered, path, [case.id for case in left])
+    if end_to_end.wrong(gathered.rows):
+        raise typer.Exit(1)
+
+
+def _new_results(device: torch.device) -> Results:
+    import torch
+
+    from ffpa_hf.bench import results as records
+
+    return records.Results(
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+        date=records.now(),
+        command=shlex.join(["ffpa-hf", *sys.argv[1:]]),
+        versions=records.versions(),
+    )
+
+
+def _end_bench(gathered: Results, path: Path, left: list[str]) -> None:
+    """Keep and print what was measured; exit code 1 where that is nothing."""
+    from ffpa_hf.bench import results as records
+
     gathered.write(path)
     out = _console()
     out.print(records.table(gathered))
     out.print(f"matrix products {gathered.matmul_tflops:.1f} TFLOP/s, copies {gathered.copy_tb_s:.2f} TB/s")
     if left:
-        out.print(f"no time left for {len(left)} cases: {', '.join(case.id for case in left)}")
+        out.print(f"no time left for {len(left)} cases: {', '.join(left)}")
     out.print(f"results: {path}", soft_wrap=True)
     if all(row.ms is None for row in gathered.rows):
         raise typer.Exit(1)
@@ -366,8 +430,24 @@ def _list_bench(console: Any) -> None:
     console.print("providers: " + ", ".join(provider.name for provider in field.PROVIDERS))
 
 
-def _bench_progress(total: int, keep: Any) -> tuple[Any, Any, Any, Any]:
-    """(console, progress bar, callback with the current step, callback after each case), all on the error stream."""
+def _list_end_to_end(console: Any) -> None:
+    from rich.table import Table
+
+    from ffpa_hf.bench import end_to_end
+    from ffpa_hf.bench.models import MODELS
+
+    view = Table("case", "model", "job")
+    for case in (*end_to_end.FULL, *end_to_end.TINY):
+        view.add_row(case.id, MODELS[case.model].text, case.text)
+    console.print(view)
+    console.print("providers: " + ", ".join(end_to_end.PROVIDERS))
+
+
+def _bench_progress(gathered: Results, total: int, keep: Any) -> tuple[Any, Any, Any]:
+    """Say what is about to run; (progress bar, callback with the current step, callback after each case).
+
+    All on the error stream.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -380,7 +460,9 @@ def _bench_progress(total: int, keep: Any) -> tuple[Any, Any, Any, Any]:
         progress.advance(task)
         keep()
 
-    return console, progress, lambda text: progress.update(task, description=text), on_case
+    console.print(f"{gathered.device}; {', '.join(f'{k} {v}' for k, v in gathered.versions.items())}")
+    console.print(gathered.command)
+    return progress, lambda text: progress.update(task, description=text), on_case
 
 
 # --- selftest ---------------------------------------------------------------------------------------------------------

@@ -103,7 +103,8 @@ def table(results: Results) -> Any:
     view.add_column("case")
     view.add_column("dir")
     view.add_column("provider")
-    for heading in ("ms", "TFLOP/s", "x sdpa", "error", "GB"):
+    whole_models = any(row.tokens_per_s or row.attention_ms for row in results.rows)
+    for heading in ("ms", *(("attention", "tokens/s") if whole_models else ("TFLOP/s",)), "x sdpa", "error", "GB"):
         view.add_column(heading, justify="right")
     view.add_column("note", overflow="fold")
     previous = None
@@ -118,7 +119,11 @@ def table(results: Results) -> Any:
             row.direction if first else "",
             row.provider,
             _number(row.ms, "{:.3f}"),
-            _number(row.tflops, "{:.1f}"),
+            *(
+                (_number(row.attention_ms, "{:.3f}"), _number(row.tokens_per_s, "{:.0f}"))
+                if whole_models
+                else (_number(row.tflops, "{:.1f}"),)
+            ),
             _number(row.speedup_vs_sdpa, "{:.2f}"),
             _number(row.relative_error, "{:.2e}"),
             _number(row.peak_gb, "{:.2f}"),

@@ -247,21 +247,21 @@ def run_case(
             on_step(f"{case.id} {direction}: {provider.name}")
             row = Row(case.id, direction, provider.name)
             block.append(row)
-            with _noted(row):
+            with noted(row):
                 entry = _make_entry(case, direction, provider, layouts[provider.layout], exact, row, device)
                 entries.append(entry)
-            _collect(device)
+            collect(device)
         on_step(f"{case.id} {direction}: sampling")
         _sample(entries, device, seconds)
         _finish(case, direction, block, entries)
         rows += block
         entries.clear()
-        _collect(device)
+        collect(device)
     return rows
 
 
 @contextlib.contextmanager
-def _noted(row: Row):
+def noted(row: Row):
     """Turn whatever a provider raises into its row's note."""
     try:
         yield
@@ -304,12 +304,12 @@ def _make_entry(
         except Exception as problem:
             problems.append(problem.with_traceback(None))  # whose frames would hold the tensors
             step = call = None
-            _collect(device)
+            collect(device)
             continue
         if best is None or estimate < best[0]:
             best = (estimate, variant.note, step, call, peak)
         del step, call
-        _collect(device)
+        collect(device)
     if best is None:
         raise problems[0]
     estimate, note, step, call, row.peak_gb = best
@@ -331,7 +331,7 @@ def _sample(entries: list[_Entry], device: torch.device, seconds: float) -> None
         entry.samples.clear()
     for _ in range(rounds):
         for entry in list(entries):
-            with _noted(entry.row):
+            with noted(entry.row):
                 entry.samples.append(milliseconds(entry.step, entry.count, device, entry.host_ms))
                 continue
             entries.remove(entry)  # failed: its note says how
@@ -375,7 +375,8 @@ def _peak_gb(step: Step, data: Data, before: int, device: torch.device) -> float
     return (torch.cuda.max_memory_allocated(device) - before + inputs) / 1e9
 
 
-def _collect(device: torch.device) -> None:
+def collect(device: torch.device) -> None:
+    """Give back the memory of whatever is no longer referenced."""
     gc.collect()
     if device.type == "cuda":
         with contextlib.suppress(Exception):  # a device that a provider has wrecked fails again at its next use
@@ -441,7 +442,7 @@ def run(
     begin = time.monotonic()
     on_step("plain matrix products and copies")
     results.matmul_tflops, results.copy_tb_s = matmul_tflops(device), copy_tb_s(device)
-    _collect(device)
+    collect(device)
     for index, case in enumerate(cases):
         if minutes is not None and time.monotonic() - begin > minutes * 60:
             return list(cases[index:])
@@ -454,7 +455,7 @@ def run(
             note = f"not run: {type(problem).__name__}: {(str(problem).splitlines() or [''])[0]}"[:300]
             results.rows += [Row(case.id, d, p.name, note=note) for d in wanted for p in providers]
         _wait_quietly(device)
-        _collect(device)
+        collect(device)
         on_case()
     return []
 
