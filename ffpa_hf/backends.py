@@ -31,8 +31,9 @@ class SDPABackend:
 class TritonBackend:
     """Triton kernels, forward and backward, fp16 and bf16, head dims 64 to 1024.
 
-    autotune: time several configurations on first use and keep the fastest, instead of the shipped table. Not built
-        yet: a call with autotune=True raises NotImplementedError.
+    autotune: time several tiles when a new bucket of shapes comes first (seconds to a minute, said once) and keep the
+        fastest in this user's table, which later runs read with autotune=False too. Never inside torch.compile, a CUDA
+        graph or a checkpoint's second forward. `ffpa-hf autotune` does it ahead of time.
     autotune_mode: "fast" tries a short list, "max" the whole legal grid.
     workspace_mb: most MiB of scratch that one call may hold, forward (wide heads) or backward.
     """

@@ -18,7 +18,7 @@ from ffpa_hf.backends import Backend, CUDABackend, CuTeDSLBackend, SDPABackend, 
 from ffpa_hf.call import AttentionCall
 from ffpa_hf.kernels import qualification
 from ffpa_hf.kernels.common import Accepted, Answer, Refused, refuse
-from ffpa_hf.kernels.tuning import preferences
+from ffpa_hf.kernels.tuning import generation, preferences
 
 #: Shortest query and key lengths for which an explicitly requested kernel is worth its launch.
 SHORT_LENGTH = 512
@@ -107,8 +107,6 @@ def ask(name: str, call: AttentionCall, config: Backend | None = None, *, backwa
     module, problem = _MODULES[name]
     if module is None:
         return refuse("not available", "unqualified", RuntimeError, "the {} backend is off: {}", name, problem)
-    if isinstance(config, TritonBackend) and config.autotune:
-        return refuse("autotune", "error", NotImplementedError, "autotune=True: the tuner is not built yet")
     answer = module.supports(call, config or _DEFAULT_CONFIG[name], backward=backward)
     if isinstance(answer, Refused) and answer.kind != "unqualified":
         return answer
@@ -158,17 +156,17 @@ def plan(call: AttentionCall, route: Route | None = None) -> Plan:
     sizes = (call.batch, call.q_heads, call.kv_heads, call.q_len, call.kv_len, call.head_dim, call.value_dim)
     if torch.compiler.is_compiling() or not all(type(size) is int for size in sizes):  # symbolic sizes have no hash
         return _plan(call, route)
-    return _cached_plan(call, route, settings.current())
+    return _cached_plan(call, route, settings.current(), generation())
 
 
 @functools.lru_cache(maxsize=4096)
-def _cached_plan(call: AttentionCall, route: Route, _: settings.Settings) -> Plan:
+def _cached_plan(call: AttentionCall, route: Route, _: settings.Settings, tables: int) -> Plan:
     made = _plan(call, route)
     return replace(made, candidates=_candidates(call), detail=_detail(made, call))
 
 
 def forget_plans() -> None:
-    """Drop remembered plans; needed after a verdict or a tuned table has changed."""
+    """Drop remembered plans; needed after a verdict has changed (tables are counted in `generation`)."""
     _cached_plan.cache_clear()
 
 

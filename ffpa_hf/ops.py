@@ -46,11 +46,15 @@ _library.define(
 
 
 def encode(config: Backend) -> str:
-    """A backend config as the string that operators carry: its name and the fields that differ from the defaults."""
+    """A backend config as the string that operators carry: its name and the fields that differ from the defaults.
+
+    A compiled graph never tunes: what it runs is the same at every replay.
+    """
     text = config.name
+    compiling = torch.compiler.is_compiling()
     for field, default in _DEFAULTS[config.name]:
         value = getattr(config, field)
-        if value != default:
+        if value != default and not (compiling and field.startswith("autotune")):
             text += f" {field}={value}"
     return text
 

@@ -23,14 +23,13 @@ from ffpa_hf.bench import truth
 from ffpa_hf.bench.cases import Case, Direction
 from ffpa_hf.bench.providers import Call, Provider, Unavailable
 from ffpa_hf.bench.results import Results, Row
+from ffpa_hf.kernels.tuning import clock
 
 _ROUNDS = (3, 25)  # fewest and most samples of a provider
 _SHORT_MS = 0.5  # calls shorter than this are timed several at a time
 _SLOW_MS = 50.0  # one look is enough to choose between variants of slower calls
 _MOST_INNER = 20
 _GRAPH_CALLS = 8  # calls captured per K/V set
-_MOST_WAIT_MS = 40.0
-_CYCLES_PER_MS = 2_000_000
 
 
 # --- clocks -----------------------------------------------------------------------------------------------------------
@@ -48,32 +47,14 @@ class Step(Protocol):
 def milliseconds(step: Step, count: int, device: torch.device, host_ms: float = 0.0) -> float:
     """Time of one call of `step`, run `count` times back to back. host_ms: what queueing one takes the host."""
     state = step.prepare(count)
-    if device.type != "cuda":
-        begin = time.perf_counter()
-        step.run(state, count)
-        return (time.perf_counter() - begin) * 1e3 / (count * step.calls)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize(device)
-    wait = min(_MOST_WAIT_MS, 1.5 * host_ms * count + 0.1)
-    torch.cuda._sleep(int(wait * _CYCLES_PER_MS))  # the host queues everything meanwhile
-    start.record()
-    step.run(state, count)
-    end.record()
-    torch.cuda.synchronize(device)
-    return start.elapsed_time(end) / (count * step.calls)
+    taken = clock.milliseconds(lambda: step.run(state, count), device, host_ms * count)
+    return taken / (count * step.calls)
 
 
 def _host_ms(step: Step, device: torch.device) -> float:
     """How long the host takes to queue one run."""
-    if device.type != "cuda":
-        return 0.0
     state = step.prepare(1)
-    torch.cuda.synchronize(device)
-    begin = time.perf_counter()
-    step.run(state, 1)
-    taken = (time.perf_counter() - begin) * 1e3
-    torch.cuda.synchronize(device)
-    return taken
+    return clock.host_milliseconds(lambda: step.run(state, 1), device)
 
 
 def _wait(device: torch.device) -> None:

@@ -6,7 +6,7 @@ Importing this needs no Triton: kernels are imported when the first call runs.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,8 +14,9 @@ from torch import Tensor
 from ffpa_hf import settings
 from ffpa_hf.backends import TritonBackend
 from ffpa_hf.kernels.common import Accepted, Answer, AttentionInputs, Capability, refusal, refuse
-from ffpa_hf.kernels.triton import configs
+from ffpa_hf.kernels.triton import choice, configs
 from ffpa_hf.kernels.tuning import constant_under_compile
+from ffpa_hf.kernels.tuning.tiles import Direction, Problem
 
 if TYPE_CHECKING:
     from ffpa_hf.call import AttentionCall
@@ -56,7 +57,7 @@ def forward(inputs: AttentionInputs, config: TritonBackend) -> tuple[Tensor, Ten
     """(out like query, lse fp32 [B, Hq, Nq], row_stats fp32 [2, B, Hq, Nq] or empty where there is no bias)."""
     from ffpa_hf.kernels.triton import launch
 
-    return launch.forward(inputs, config.workspace_mb)
+    return launch.forward(inputs, config.workspace_mb, config.autotune_mode if config.autotune else None)
 
 
 def backward(
@@ -72,7 +73,9 @@ def backward(
     """Gradients of (query, key, value, bias, sinks), None where `needs` is False; deterministic, bit for bit."""
     from ffpa_hf.kernels.triton import launch
 
-    return tuple(launch.backward(inputs, out, lse, row_stats, grad_out, grad_lse, needs, config.workspace_mb))
+    autotune = config.autotune_mode if config.autotune else None
+    saved = inputs, out, lse, row_stats
+    return tuple(launch.backward(*saved, grad_out, grad_lse, needs, config.workspace_mb, autotune))
 
 
 def describe(call: AttentionCall, config: TritonBackend | None = None) -> str:
@@ -80,13 +83,15 @@ def describe(call: AttentionCall, config: TritonBackend | None = None) -> str:
     config = config or TritonBackend()
     target = configs.target_for(call.capability, call.is_rocm)
     itemsize = torch.empty((), dtype=call.dtype).element_size()
+    mask = "causal" if call.is_causal else "intervals" if call.mask_kind == "intervals" else "none"
     busy = call.mask_kind == "bool" or call.has_bias or call.softcap is not None or call.dropout_p > 0
-    limits = target.smem_limit, itemsize, target.tma, busy
-    lanes = call.batch * call.q_heads
-    wide = configs.choose_wide(call.head_dim, lanes, call.q_len, call.kv_len, config.workspace_mb, *limits)
-    loads = "TMA descriptors" if target.tma else "pointers"
-    if wide is not None:
-        scores, product = wide.scores, wide.product
+    shape = (call.batch, call.q_heads, call.kv_heads, call.q_len, call.kv_len)
+    problem = Problem(call.head_dim, *shape, mask, busy, itemsize, config.workspace_mb)
+    name = call.device_name if call.device_type == "cuda" else ""
+    tile, source = _chosen("forward", problem, target, name, config)
+    loads = ("TMA descriptors" if target.tma else "pointers") + source
+    if isinstance(tile, configs.WideConfig):
+        scores, product = tile.scores, tile.product
         columns = configs.split_columns(call.head_dim, product.width)
         text = (
             f"forward_scores: {scores.block_m} x {scores.block_n} tiles of probabilities to scratch (limit "
@@ -94,7 +99,6 @@ def describe(call: AttentionCall, config: TritonBackend | None = None) -> str:
             f"{loads}."
         )
     else:
-        tile = configs.choose_forward(call.head_dim, call.q_len, *limits)
         columns = configs.split_columns(call.head_dim, tile.width)
         text = (
             f"attention_forward: {tile.block_m} x {tile.block_n} tiles, {columns.slices} x {_widths(columns)} output "
@@ -103,14 +107,26 @@ def describe(call: AttentionCall, config: TritonBackend | None = None) -> str:
         )
     if not call.needs_grad or not call.q_len or not call.kv_len or not call.batch or not call.q_heads:
         return text
-    tiles = configs.choose_backward(call.head_dim, *limits)
-    shape = (call.batch, call.q_heads, call.kv_heads, call.q_len, call.kv_len, call.head_dim)
-    plan = configs.plan_for(tiles, shape, itemsize, (True, True, True), config.workspace_mb)
+    tiles, source = _chosen("backward", problem, target, name, config)
+    plan = configs.plan_for(tiles, (*shape, call.head_dim), itemsize, (True, True, True), config.workspace_mb)
     return (
         f"{text} Backward: scores in {tiles.scores.block_m} x {tiles.scores.block_n} tiles to "
         f"{plan.scratch_bytes / 2**20:.0f} MiB of scratch (limit {config.workspace_mb}), {len(plan.rounds)} round"
-        f"{'s' if len(plan.rounds) > 1 else ''}{', banded with fp32 sums' if plan.banded else ''}; then plain products."
+        f"{'s' if len(plan.rounds) > 1 else ''}{', banded with fp32 sums' if plan.banded else ''}; then plain "
+        f"products{source}."
     )
+
+
+def _chosen(
+    direction: Direction, problem: Problem, target: configs.Target, device_name: str, config: TritonBackend
+) -> tuple[Any, str]:
+    """(config, the table it comes from in words) of a described call."""
+    autotune = config.autotune_mode if config.autotune else None
+    found = choice.peek(direction, problem, target, device_name, autotune)
+    if found is not None:
+        return found.tiles, f"; tiles of {found.source}"
+    later = "; these shapes are timed at the first such call" if autotune and device_name else ""
+    return choice.by_rule(direction, problem, target), later
 
 
 def _widths(columns: configs.Columns) -> str:

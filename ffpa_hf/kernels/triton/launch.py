@@ -19,10 +19,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ffpa_hf.kernels.common import AttentionInputs, aligned, empty_stats
 from ffpa_hf.kernels.philox import drop_threshold
 from ffpa_hf.kernels.triton import backward_kernels as device
-from ffpa_hf.kernels.triton import configs
+from ffpa_hf.kernels.triton import choice, configs
 from ffpa_hf.kernels.triton.forward_kernel import attention_forward
 from ffpa_hf.kernels.triton.primitives import Dropout, Operand, Scores, Visibility
 from ffpa_hf.kernels.triton.wide_forward_kernels import forward_product, forward_scores
+from ffpa_hf.kernels.tuning.tiles import Direction, Mode, Problem
 
 _LOG2E = math.log2(math.e)
 _LIMIT_32 = 2**31
@@ -56,10 +57,34 @@ def _processors(where: torch.device) -> int:
     return torch.cuda.get_device_properties(where).multi_processor_count if where.type == "cuda" else 1
 
 
-def forward(inputs: AttentionInputs, workspace_mb: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(out like query, lse fp32 [B, Hq, Nq], row_stats fp32 [2, B, Hq, Nq] or empty) of one call."""
-    query, kv_len = inputs.query, inputs.key.shape[2]
+@functools.lru_cache(maxsize=64)
+def _device_name(where: torch.device) -> str:
+    """The GPU model, as tables name it; empty in the interpreter."""
+    return torch.cuda.get_device_name(where) if where.type == "cuda" else ""
+
+
+def _choose(direction: Direction, inputs: AttentionInputs, workspace_mb: int, autotune: Mode | None) -> Any:
+    """The config of a call: tuned, else by rule."""
+    query, key = inputs.query, inputs.key
     batch, q_heads, q_len, head_dim = query.shape
+    mask = "causal" if inputs.is_causal else "none" if inputs.row_start is None else "intervals"
+    sizes = head_dim, batch, q_heads, key.shape[1], q_len, key.shape[2]
+    problem = Problem(*sizes, mask, _busy(inputs), query.element_size(), workspace_mb)
+    where = query.device
+    target = _target(where)
+    found = choice.tuned(direction, problem, target, where, _device_name(where), autotune)
+    return choice.by_rule(direction, problem, target) if found is None else found.tiles
+
+
+def forward(
+    inputs: AttentionInputs, workspace_mb: int, autotune: Mode | None = None, tiles: Any = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(out like query, lse fp32 [B, Hq, Nq], row_stats fp32 [2, B, Hq, Nq] or empty) of one call.
+
+    autotune: time a new bucket of shapes first. tiles: a config to run with, whatever the tables say.
+    """
+    query, kv_len = inputs.query, inputs.key.shape[2]
+    batch, q_heads, q_len, _ = query.shape
     out = torch.empty_like(query)
     lse = torch.empty(batch, q_heads, q_len, dtype=torch.float32, device=query.device)
     stats = empty_stats(query) if inputs.bias is None else lse.new_empty(2, batch, q_heads, q_len)
@@ -68,14 +93,13 @@ def forward(inputs: AttentionInputs, workspace_mb: int) -> tuple[Tensor, Tensor,
     if kv_len == 0:
         return _without_keys(inputs, out, lse, stats)
 
-    target = _target(query.device)
-    limits = target.smem_limit, query.element_size(), target.tma, _busy(inputs)
-    wide = configs.choose_wide(head_dim, batch * q_heads, q_len, kv_len, workspace_mb, *limits)
+    tma = _target(query.device).tma
     with _on(query.device):
-        if wide is None:
-            _fused_forward(inputs, out, lse, stats, configs.choose_forward(head_dim, q_len, *limits), target.tma)
+        tiles = tiles or _choose("forward", inputs, workspace_mb, autotune)
+        if isinstance(tiles, configs.WideConfig):
+            _wide_forward(inputs, out, lse, stats, tiles, tma, workspace_mb)
         else:
-            _wide_forward(inputs, out, lse, stats, wide, target.tma, workspace_mb)
+            _fused_forward(inputs, out, lse, stats, tiles, tma)
     return out, lse, stats
 
 
@@ -159,14 +183,15 @@ def backward(
     grad_lse: Tensor | None,
     needs: tuple[bool, bool, bool, bool, bool],
     workspace_mb: int,
+    autotune: Mode | None = None,
+    tiles: Any = None,
 ) -> Gradients:
-    """Gradients of (query, key, value, bias, sinks) where `needs` asks for them.
+    """Gradients of (query, key, value, bias, sinks) where `needs` asks for them; autotune and tiles as in `forward`.
 
     Scratch stays within `workspace_mb` MiB; the least is one row tile of one head, and fp32 sums of dK and dV where a
     head group takes several bands.
     """
     query, key, value = inputs.query, inputs.key, inputs.value
-    batch, q_heads, q_len, head_dim = query.shape
     need_q, need_k, need_v, need_bias, need_sinks = needs
     result = Gradients(
         torch.empty_like(query) if need_q else None,
@@ -183,9 +208,8 @@ def backward(
 
     out, grad_out = aligned(out), aligned(grad_out)
     target = _target(query.device)
-    limits = target.smem_limit, query.element_size(), target.tma, _busy(inputs)
-    config = configs.choose_backward(head_dim, *limits)
     with _on(query.device):
+        config = tiles or _choose("backward", inputs, workspace_mb, autotune)
         delta = _row_delta(out, grad_out, grad_lse, lse)
         call = _Backward(inputs, lse, stats, grad_out, delta, target, config)
         if need_q or need_k or need_v:

@@ -1,6 +1,6 @@
-"""What was measured and what was verified, as data: preference tables, verdicts, and the store that keeps them.
+"""What was measured and what was verified, as data: tile and preference tables, verdicts, the store that keeps them.
 
-Knows files and numbers; imports no kernel.
+Knows files and numbers. Only the tuner (`triton_tuner`) runs a kernel, and imports it when it does.
 """
 
 from __future__ import annotations
@@ -18,3 +18,17 @@ def constant_under_compile(function: _Function) -> _Function:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+_generation = 0
+
+
+def generation() -> int:
+    """How often the tables have changed in this process: what was planned with older ones is planned anew."""
+    return _generation
+
+
+def tables_changed() -> None:
+    """Say that a table has been written or is to be read again."""
+    global _generation
+    _generation += 1
