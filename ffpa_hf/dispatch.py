@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -87,6 +87,12 @@ class Plan:
     composite: bool = False
     detail: str = ""
 
+    @functools.cached_property
+    def kind(self) -> tuple[str, str, str, str]:
+        """What calls have in common that are counted together: (shape with a place for the lengths, forward, backward,
+        reason)."""
+        return self.call.shape_text("{}"), self.forward, self.backward or "none", self.reason
+
     def __str__(self) -> str:
         lines = [f"Attention {self.call.shape_text()} on {self.call.device_name or self.call.device_type}:"]
         if self.error is not None:
@@ -152,22 +158,33 @@ _MODULES = {name: _import_backend(name) for name in ("sdpa", *KERNELS)}
 
 def plan(call: AttentionCall, route: Route | None = None) -> Plan:
     """Decide. Never raises for what the call asks: an impossible request comes back with `error` set."""
-    route = route or Route()
-    sizes = (call.batch, call.q_heads, call.kv_heads, call.q_len, call.kv_len, call.head_dim, call.value_dim)
-    if torch.compiler.is_compiling() or not all(type(size) is int for size in sizes):  # symbolic sizes have no hash
-        return _plan(call, route)
-    return _cached_plan(call, route, settings.current(), generation())
+    return decide(tuple(vars(call).values()), route)
+
+
+def decide(facts: tuple[Any, ...], route: Route | None = None) -> Plan:
+    """`plan(AttentionCall(*facts), route)`. A call like an earlier one costs one look-up: not even its description is
+    made again."""
+    route = route or _NO_WISH
+    if torch.compiler.is_compiling() or not _PLAIN_SIZE.issuperset(map(type, facts[:_SIZES])):
+        return _plan(AttentionCall(*facts), route)  # symbolic sizes have no hash
+    return _decided(facts, route, settings.current(), generation())
+
+
+_NO_WISH = Route()
+_SIZES = 7  # the first fields of a call
+_PLAIN_SIZE = frozenset({int})
 
 
 @functools.lru_cache(maxsize=4096)
-def _cached_plan(call: AttentionCall, route: Route, _: settings.Settings, tables: int) -> Plan:
+def _decided(facts: tuple[Any, ...], route: Route, _: settings.Settings, tables: int) -> Plan:
+    call = AttentionCall(*facts)
     made = _plan(call, route)
     return replace(made, candidates=_candidates(call), detail=_detail(made, call))
 
 
 def forget_plans() -> None:
     """Drop remembered plans; needed after a verdict has changed (tables are counted in `generation`)."""
-    _cached_plan.cache_clear()
+    _decided.cache_clear()
 
 
 def _plan(call: AttentionCall, route: Route) -> Plan:

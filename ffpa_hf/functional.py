@@ -6,6 +6,7 @@ with the module it belongs to, for `ffpa_hf.report()`.
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 import warnings
@@ -18,7 +19,7 @@ from torch import Tensor
 from ffpa_hf import ops, settings
 from ffpa_hf.backends import Backend
 from ffpa_hf.call import AttentionCall, device_facts
-from ffpa_hf.dispatch import FallbackWarning, Plan, Route, plan
+from ffpa_hf.dispatch import FallbackWarning, Plan, Route, decide
 from ffpa_hf.kernels.common import AttentionInputs
 from ffpa_hf.kernels.sdpa import run as sdpa
 from ffpa_hf.masks import CanonicalMask, RowIntervals, canonical_mask
@@ -114,7 +115,7 @@ def explain(
     prepared = _prepare(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, softcap, sinks, return_lse
     )
-    return plan(prepared.call, _explicit(backend, forward_backend, backward_backend))
+    return decide(prepared.facts, _explicit(backend, forward_backend, backward_backend))
 
 
 def ffpa_attn_varlen_func(
@@ -210,7 +211,7 @@ def attend(
     prepared = _prepare(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, softcap, sinks, return_lse, varlen
     )
-    made = plan(prepared.call, route)
+    made = decide(prepared.facts, route)
     if made.error is not None:
         raise type(made.error)(*made.error.args)
     if not torch.compiler.is_compiling():
@@ -224,12 +225,15 @@ def attend(
 
 
 class _Prepared:
-    """Checked arguments of one call: its description and its canonical tensors, or the original ones of many dims."""
+    """Checked arguments of one call: the fields of its `AttentionCall` in order, and its canonical tensors or, for many
+    dims, the original ones."""
 
-    __slots__ = ("call", "inputs", "mask", "original")
+    __slots__ = ("facts", "inputs", "intervals", "original")
 
-    def __init__(self, call: AttentionCall, inputs: AttentionInputs | None, mask: CanonicalMask, original: Any) -> None:
-        self.call, self.inputs, self.mask, self.original = call, inputs, mask, original
+    def __init__(
+        self, facts: tuple[Any, ...], inputs: AttentionInputs | None, intervals: RowIntervals | None, original: Any
+    ) -> None:
+        self.facts, self.inputs, self.intervals, self.original = facts, inputs, intervals, original
 
 
 def _prepare(
@@ -262,46 +266,25 @@ def _prepare(
     query, key, value = _broadcast(query, key, value, enable_gqa)
     batch, q_heads, q_len, head_dim = query.shape
     kv_heads, kv_len = key.shape[1], key.shape[2]
-    mask = canonical_mask(
-        attn_mask, is_causal, batch=batch, heads=q_heads, q_len=q_len, kv_len=kv_len, device=query.device
-    )
+    device = query.device
+    mask = canonical_mask(attn_mask, is_causal, batch=batch, heads=q_heads, q_len=q_len, kv_len=kv_len, device=device)
+    bias = mask.bias
     _check_mask_dtype(mask, query.dtype)
-    sinks = _check_sinks(sinks, q_heads, query.device)
+    sinks = _check_sinks(sinks, q_heads, device)
     needs_grad = torch.is_grad_enabled() and (
         query.requires_grad
         or key.requires_grad
         or value.requires_grad
-        or (mask.bias is not None and mask.bias.requires_grad)
+        or (bias is not None and bias.requires_grad)
         or (sinks is not None and sinks.requires_grad)
     )
     intervals = mask.intervals
-    capability, is_rocm, device_name = device_facts(query.device)
-    call = AttentionCall(
-        batch=batch,
-        q_heads=q_heads,
-        kv_heads=kv_heads,
-        q_len=q_len,
-        kv_len=kv_len,
-        head_dim=head_dim,
-        value_dim=value.shape[-1],
-        dtype=query.dtype,
-        device_type=query.device.type,
-        capability=capability,
-        is_rocm=is_rocm,
-        device_name=device_name,
-        rank=rank,
-        mask_kind=mask.kind,
-        has_bias=mask.bias is not None,
-        bias_dtype=None if mask.bias is None else mask.bias.dtype,
-        bias_needs_grad=needs_grad and mask.bias is not None and mask.bias.requires_grad,
-        is_causal=mask.is_causal,
-        dropout_p=dropout_p,
-        softcap=softcap,
-        has_sinks=sinks is not None,
-        return_lse=return_lse,
-        needs_grad=needs_grad,
-        varlen=varlen,
-    )
+    facts = (
+        batch, q_heads, kv_heads, q_len, kv_len, head_dim, value.shape[-1], query.dtype, device.type,
+        *device_facts(device), rank, mask.kind, bias is not None, None if bias is None else bias.dtype,
+        needs_grad and bias is not None and bias.requires_grad, mask.is_causal, dropout_p, softcap, sinks is not None,
+        return_lse, needs_grad, varlen,
+    )  # fmt: skip
     inputs = AttentionInputs(
         query=query,
         key=key,
@@ -309,7 +292,7 @@ def _prepare(
         scale=_scale(scale, head_dim),
         is_causal=mask.is_causal,
         mask=mask.mask,
-        bias=mask.bias,
+        bias=bias,
         row_start=None if intervals is None else intervals.start,
         row_end=None if intervals is None else intervals.end,
         key_mask=None if intervals is None else intervals.key_mask,
@@ -317,7 +300,7 @@ def _prepare(
         dropout_p=dropout_p,
         softcap=softcap,
     )
-    return _Prepared(call, inputs, mask, None)
+    return _Prepared(facts, inputs, intervals, None)
 
 
 def _prepare_many_dims(
@@ -364,11 +347,11 @@ def _prepare_many_dims(
     keywords: dict[str, Any] = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
     if enable_gqa:
         keywords["enable_gqa"] = True
-    return _Prepared(call, None, CanonicalMask(), (query, key, value, keywords))
+    return _Prepared(tuple(vars(call).values()), None, None, (query, key, value, keywords))
 
 
 def _run(prepared: _Prepared, made: Plan) -> tuple[Tensor, Tensor | None]:
-    inputs, call = prepared.inputs, prepared.call
+    inputs, call = prepared.inputs, made.call
     if inputs is None:
         query, key, value, keywords = prepared.original
         with _without_autocast(query.device.type):
@@ -379,12 +362,11 @@ def _run(prepared: _Prepared, made: Plan) -> tuple[Tensor, Tensor | None]:
         return _original_rank(out, lse, call.rank)
     if call.dropout_p > 0:
         inputs.rng_state = torch.randint(0, 2**62, (2,), dtype=torch.int64, device=inputs.query.device)
-    if call.needs_grad and prepared.mask.intervals is not None:
-        inputs.block_start, inputs.block_end = prepared.mask.intervals.query_ranges(call.kv_len)
+    if call.needs_grad and prepared.intervals is not None:
+        inputs.block_start, inputs.block_end = prepared.intervals.query_ranges(call.kv_len)
     if inputs.sinks is not None:
         inputs.sinks = inputs.sinks.to(torch.float32).contiguous()
-    backward = "" if made.backward_config is None else ops.encode(made.backward_config)
-    return ops.flash_attn(inputs, ops.encode(made.forward_config), backward, call.needs_grad)
+    return ops.flash_attn(inputs, made.forward_config, made.backward_config, call.needs_grad)
 
 
 def _original_rank(out: Tensor, lse: Tensor | None, rank: int) -> tuple[Tensor, Tensor | None]:
@@ -399,18 +381,12 @@ def _original_rank(out: Tensor, lse: Tensor | None, rank: int) -> tuple[Tensor, 
 
 
 def _check_tensors(query: Any, key: Any, value: Any) -> tuple[Tensor, Tensor, Tensor]:
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a tensor, not {type(tensor).__name__}.")
-    if min(query.dim(), key.dim(), value.dim()) < 2:
-        raise ValueError(
-            f"query, key and value need two dimensions or more; they have shapes "
-            f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}."
-        )
-    rank = max(query.dim(), key.dim(), value.dim())  # missing leading dimensions broadcast, as in F.sdpa
-    query, key, value = (
-        tensor if tensor.dim() == rank else tensor[(None,) * (rank - tensor.dim())] for tensor in (query, key, value)
-    )
+    if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
+        given = {"query": query, "key": key, "value": value}
+        name, other = next((name, other) for name, other in given.items() if not isinstance(other, Tensor))
+        raise TypeError(f"{name} must be a tensor, not {type(other).__name__}.")
+    if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
+        query, key, value = _one_rank(query, key, value)
     if query.device != key.device or query.device != value.device:
         raise ValueError(
             f"query is on {query.device}, key on {key.device}, value on {value.device}; one device is needed."
@@ -433,6 +409,19 @@ def _check_tensors(query: Any, key: Any, value: Any) -> tuple[Tensor, Tensor, Te
     return query, key, value
 
 
+def _one_rank(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+    """Missing leading dimensions broadcast, as in F.sdpa."""
+    if min(query.dim(), key.dim(), value.dim()) < 2:
+        raise ValueError(
+            f"query, key and value need two dimensions or more; they have shapes "
+            f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}."
+        )
+    rank = max(query.dim(), key.dim(), value.dim())
+    return tuple(
+        tensor if tensor.dim() == rank else tensor[(None,) * (rank - tensor.dim())] for tensor in (query, key, value)
+    )
+
+
 def _autocast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Cast as autocast casts the inputs of F.sdpa: floating tensors other than float64."""
     return tensor.to(dtype) if tensor.dtype.is_floating_point and tensor.dtype != torch.float64 else tensor
@@ -440,7 +429,11 @@ def _autocast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _broadcast(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor]:
     """One batch, and one number of key and value heads that divides query's; views, save where both are grouped."""
-    batch = max(query.shape[0], key.shape[0], value.shape[0])
+    (q_batch, q_heads), (k_batch, k_heads), (v_batch, v_heads) = query.shape[:2], key.shape[:2], value.shape[:2]
+    if q_batch == k_batch == v_batch and k_heads == v_heads:  # the usual call, without the questions below
+        if q_heads == k_heads or (enable_gqa and k_heads and q_heads % k_heads == 0):
+            return query, key, value
+    batch = max(q_batch, k_batch, v_batch)
     if query.shape[0] == 0 or key.shape[0] == 0 or value.shape[0] == 0:
         batch = 0
     for name, tensor in (("query", query), ("key", key), ("value", value)):
@@ -449,22 +442,24 @@ def _broadcast(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> t
                 f"{name} has batch {tensor.shape[0]} beside {batch}; batches must agree or be 1 (query "
                 f"{tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)})."
             )
-    q_heads, k_heads, v_heads = query.shape[1], key.shape[1], value.shape[1]
-    shapes = f"query has {q_heads} heads, key {k_heads}, value {v_heads}"
     kv_heads = max(k_heads, v_heads)
+
+    def refuse_heads(why: str) -> ValueError:
+        return ValueError(f"query has {q_heads} heads, key {k_heads}, value {v_heads}; {why}")
+
     if k_heads != v_heads:
         if min(k_heads, v_heads) != 1 and not enable_gqa:
-            raise ValueError(f"{shapes}; key and value heads must agree.")
+            raise refuse_heads("key and value heads must agree.")
         kv_heads = math.lcm(k_heads, v_heads)
         key = _more_heads(key, kv_heads)
         value = _more_heads(value, kv_heads)
     if q_heads != kv_heads:
         if q_heads == 1 and kv_heads > 1 and not enable_gqa:
-            query, q_heads = query.expand(-1, kv_heads, -1, -1), kv_heads
+            query = query.expand(-1, kv_heads, -1, -1)
         elif kv_heads != 1 and not enable_gqa:
-            raise ValueError(f"{shapes}; unequal heads need enable_gqa=True (or one head to broadcast).")
+            raise refuse_heads("unequal heads need enable_gqa=True (or one head to broadcast).")
         elif kv_heads == 0 or q_heads % kv_heads:
-            raise ValueError(f"{shapes}; with enable_gqa query's heads must be a multiple of key's.")
+            raise refuse_heads("with enable_gqa query's heads must be a multiple of key's.")
     if query.shape[0] != batch:
         query = query.expand(batch, -1, -1, -1)
     if key.shape[0] != batch:
@@ -512,10 +507,19 @@ def _scale(scale: float | None, head_dim: int) -> float:
 def _explicit(backend: Any, forward_backend: Any, backward_backend: Any) -> Route:
     if backend is None and forward_backend is None and backward_backend is None:
         return _AUTO
-    return Route(backend, forward_backend, backward_backend, strict=True)
+    wishes = (backend, forward_backend, backward_backend)
+    if torch.compiler.is_compiling() or not _NAMES.issuperset(map(type, wishes)):
+        return Route(*wishes, strict=True)
+    return _named(*wishes)
 
 
 _AUTO = Route()
+_NAMES = frozenset({str, type(None)})
+
+
+@functools.lru_cache(maxsize=64)
+def _named(backend: str | None, forward_backend: str | None, backward_backend: str | None) -> Route:
+    return Route(backend, forward_backend, backward_backend, strict=True)
 
 
 class _NoContext:

@@ -1,7 +1,8 @@
 """The library's operators: schemas, fake kernels and autograd, in torch alone.
 
 A backend's module is imported when its operator runs, so that a cold `torch.compile(fullgraph=True)` and an import
-without Triton both work. Operator names contain "flash_attn", which selective checkpointing looks for.
+without Triton both work. Operator names contain "flash_attn", which selective checkpointing looks for. An eager call
+that nobody watches (no mode, transform, trace, profiler or tensor subclass) skips the dispatcher and its microseconds.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -80,25 +82,43 @@ _DEFAULTS: dict[str, tuple[tuple[str, Any], ...]] = {
 }
 
 
+@functools.cache
 def _kernel(name: str) -> Any:
     return importlib.import_module(f"ffpa_hf.kernels.{name}")
 
 
-def _inputs(values: tuple[Any, ...]) -> AttentionInputs:
-    """Canonical inputs with the promise kernels rely on: aligned rows, at most one copy each."""
-    fields = dict(zip(_FIELDS, values, strict=True))
-    for name in ("query", "key", "value"):
-        fields[name] = aligned(fields[name])
-    if fields["sinks"] is not None:
-        fields["sinks"] = fields["sinks"].contiguous()
-    return AttentionInputs(**fields)
+_encoded = functools.lru_cache(maxsize=256)(encode)
+
+
+def _tensors(inputs: AttentionInputs) -> tuple[Tensor | None, ...]:
+    """`_TENSOR_FIELDS` of `inputs`, spelled out: this is on the way of every call."""
+    return (
+        inputs.query, inputs.key, inputs.value, inputs.mask, inputs.bias, inputs.row_start, inputs.row_end,
+        inputs.key_mask, inputs.block_start, inputs.block_end, inputs.sinks, inputs.rng_state,
+    )  # fmt: skip
+
+
+def _inputs(values: Sequence[Any]) -> AttentionInputs:
+    return AttentionInputs(**dict(zip(_FIELDS, values, strict=True)))
+
+
+def _canonical(inputs: AttentionInputs) -> AttentionInputs:
+    """The same inputs with the promise kernels rely on: aligned rows, at most one copy each. Changes `inputs`."""
+    inputs.query, inputs.key, inputs.value = aligned(inputs.query), aligned(inputs.key), aligned(inputs.value)
+    if inputs.sinks is not None:
+        inputs.sinks = inputs.sinks.contiguous()
+    return inputs
+
+
+def _run(inputs: AttentionInputs, config: Backend) -> tuple[Tensor, Tensor, Tensor]:
+    query = inputs.query
+    out, lse, row_stats = _kernel(config.name).forward(_canonical(inputs), config)
+    return _as_promised(out, query), lse, row_stats
 
 
 def _forward(*values: Any) -> tuple[Tensor, Tensor, Tensor]:
     *call, forward, _ = values
-    config = decode(forward)
-    out, lse, row_stats = _kernel(config.name).forward(_inputs(tuple(call)), config)
-    return _as_promised(out, call[0]), lse, row_stats
+    return _run(_inputs(call), decode(forward))
 
 
 def _as_promised(tensor: Tensor, like: Tensor) -> Tensor:
@@ -118,9 +138,10 @@ def _above_autograd() -> Any:
     return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
 
 
-def _backward(grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, row_stats: Tensor, *values: Any):
+def _gradients(grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, row_stats: Tensor, *values: Any):
+    """Gradients of the differentiable inputs, None where none was asked for."""
     *call, needs, backward = values
-    inputs = _inputs(tuple(call))
+    inputs = _canonical(_inputs(call))
     config = decode(backward)
     if config.name == "sdpa":
         with _above_autograd():
@@ -131,9 +152,14 @@ def _backward(grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tenso
         )
     given = dict(zip(_FIELDS, call, strict=True))
     return tuple(
-        inputs.query.new_empty(0) if grad is None else _as_promised(grad, given[name])
+        None if grad is None else _as_promised(grad, given[name])
         for name, grad in zip(_DIFFERENTIABLE, grads, strict=True)
     )
+
+
+def _backward(grad_out: Tensor, *values: Any) -> tuple[Tensor, ...]:
+    """`_gradients` as an operator returns them: nothing stays None."""
+    return tuple(grad_out.new_empty(0) if grad is None else grad for grad in _gradients(grad_out, *values))
 
 
 for _key in ("CUDA", "CPU"):
@@ -179,9 +205,10 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _
         raise NotImplementedError("This forward was planned without a backward; ask for one with backward_backend=.")
     if grad_out is None:
         grad_out = torch.zeros_like(out)
-    found = torch.ops.ffpa.flash_attn_backward(
-        grad_out, grad_lse, out, lse, row_stats, *tensors, *ctx.scalars, needs, ctx.backward_config
-    )
+    # With create_graph the operator has to be recorded: it raises when a second derivative is asked for.
+    direct = not torch.is_grad_enabled() and _unwatched((grad_out, grad_lse, out, lse, row_stats, *tensors))
+    run = _gradients if direct else torch.ops.ffpa.flash_attn_backward
+    found = run(grad_out, grad_lse, out, lse, row_stats, *tensors, *ctx.scalars, needs, ctx.backward_config)
     grads = {name: grad for name, grad, needed in zip(_DIFFERENTIABLE, found, needs, strict=True) if needed}
     return (*(grads.get(name) for name in _FIELDS), None, None)
 
@@ -199,7 +226,7 @@ torch.library.register_autograd(
 torch.library.register_autograd("ffpa::flash_attn_backward", _no_second_derivative, lib=_library)
 
 
-def _refuse_forward_mode(tensors: list[Any]) -> None:
+def _refuse_forward_mode(tensors: Sequence[Any]) -> None:
     """Raise where a tangent would be lost: the dispatcher drops it for operators without a forward-mode formula."""
     if forward_ad._current_level < 0:
         return
@@ -210,15 +237,59 @@ def _refuse_forward_mode(tensors: list[Any]) -> None:
         )
 
 
-def flash_attn(inputs: AttentionInputs, forward: str, backward: str, needs_grad: bool) -> tuple[Tensor, Tensor]:
+_PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None)})
+
+
+def _unwatched(tensors: Iterable[Tensor | None]) -> bool:
+    """Whether an operator call would only pass through the dispatcher: an eager one on plain tensors, with no mode,
+    transform, trace or profiler that would have to see the operator."""
+    return (
+        not torch.compiler.is_compiling()
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._len_torch_function_stack() == 0
+        and not torch._C._are_functorch_transforms_active()
+        and torch._C._get_tracing_state() is None
+        and not torch.autograd.profiler._is_profiler_enabled
+        and _PLAIN.issuperset(map(type, tensors))
+    )
+
+
+class flash_attn_forward(torch.autograd.Function):  # noqa: N801 - graph nodes are named as the operator's
+    """The operator's autograd wrapper without the dispatcher around it; takes the operator's arguments."""
+
+    @staticmethod
+    def forward(ctx: Any, *values: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """(out, lse, row_stats) of the operator."""
+        output = _forward(*values)
+        _save_for_backward(ctx, values, output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        """A gradient for each of the operator's arguments."""
+        return _differentiate(ctx, *grads)
+
+
+def flash_attn(
+    inputs: AttentionInputs, forward: Backend, backward: Backend | None, needs_grad: bool
+) -> tuple[Tensor, Tensor]:
     """Run the forward operator; (out, lse). Without a gradient to keep, autograd's wrapper is left out."""
-    values = [getattr(inputs, name) for name in _FIELDS]
+    tensors = _tensors(inputs)
+    direct = False
     if not torch.compiler.is_compiling():
-        _refuse_forward_mode(values[: len(_TENSOR_FIELDS)])
-    operator = torch.ops.ffpa.flash_attn_forward.default
-    if needs_grad or torch.compiler.is_compiling():
-        out, lse, _ = operator(*values, forward, backward)
+        _refuse_forward_mode(tensors)
+        direct = _unwatched(tensors)
+    if direct and not needs_grad:
+        return _run(inputs, forward)[:2]
+    written = _encoded if direct else encode  # torch.compile warns of caches
+    scalars = (inputs.scale, inputs.is_causal, inputs.dropout_p, inputs.softcap)
+    arguments = (*tensors, *scalars, written(forward), "" if backward is None else written(backward))
+    run = torch.ops.ffpa.flash_attn_forward.default
+    if direct:
+        out, lse, _ = flash_attn_forward.apply(*arguments)
+    elif needs_grad or torch.compiler.is_compiling():
+        out, lse, _ = run(*arguments)
     else:
         with torch._C._AutoDispatchBelowAutograd():
-            out, lse, _ = operator(*values, forward, backward)
+            out, lse, _ = run(*arguments)
     return out, lse

@@ -73,8 +73,12 @@ class _Tally:
 
     def add(self, q_len: int, kv_len: int) -> None:
         self.calls += 1
-        self.queries = min(self.queries[0], q_len), max(self.queries[1], q_len)
-        self.keys = min(self.keys[0], kv_len), max(self.keys[1], kv_len)
+        low, high = self.queries
+        if q_len < low or q_len > high:
+            self.queries = min(low, q_len), max(high, q_len)
+        low, high = self.keys
+        if kv_len < low or kv_len > high:
+            self.keys = min(low, kv_len), max(high, kv_len)
 
     def lengths(self) -> str:
         queries, keys = (f"{low}" if low == high else f"{low}..{high}" for low, high in (self.queries, self.keys))
@@ -90,10 +94,16 @@ _total: dict[_Key, _Tally] = {}
 def record(plan: Plan, site: Module | None = None) -> None:
     """Count one call that `plan` decided; `site` is the module it was made for."""
     call = plan.call
-    key = (call.shape_text("{}"), plan.forward, plan.backward or "none", plan.reason)
-    _total.setdefault(key, _Tally()).add(call.q_len, call.kv_len)
+    _count(_total, plan.kind, call.q_len, call.kv_len)
     if site is not None:
-        _by_module.setdefault(site, {}).setdefault(key, _Tally()).add(call.q_len, call.kv_len)
+        _count(_by_module.setdefault(site, {}), plan.kind, call.q_len, call.kv_len)
+
+
+def _count(counts: dict[_Key, _Tally], key: _Key, q_len: int, kv_len: int) -> None:
+    tally = counts.get(key)
+    if tally is None:
+        tally = counts.setdefault(key, _Tally())
+    tally.add(q_len, kv_len)
 
 
 def not_accelerated(module: Module, reason: str) -> None:

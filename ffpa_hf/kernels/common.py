@@ -5,6 +5,7 @@ Imports torch only; knows no backend.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -158,19 +159,20 @@ class AttentionInputs:
         return self.query.shape[1] // self.key.shape[1]
 
 
+@functools.lru_cache(maxsize=4096)
+def _rows_align(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
+    if strides[-1] != 1 or (strides[-2] == 0 and shape[-2] != 1):
+        return False
+    return all(size <= 1 or stride * itemsize % 16 == 0 for size, stride in zip(shape[:-1], strides[:-1], strict=True))
+
+
 def aligned(tensor: Tensor) -> Tensor:
     """`tensor` itself, or one dense copy when its last dim, address or a stride breaks 16-byte access.
 
     A dim of size 1 may have any stride; stride 0 is allowed (broadcast) except on the sequence dim.
     """
     itemsize = tensor.element_size()
-    good = tensor.stride(-1) == 1 and tensor.data_ptr() % 16 == 0 and (tensor.stride(-2) != 0 or tensor.shape[-2] == 1)
-    if good:
-        for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True):
-            if size > 1 and (stride * itemsize) % 16:
-                good = False
-                break
-    if good:
+    if tensor.data_ptr() % 16 == 0 and _rows_align(tensor.shape, tensor.stride(), itemsize):
         return tensor
     if tensor.shape[-1] * itemsize % 16 == 0:
         return tensor.clone(memory_format=torch.contiguous_format)

@@ -27,6 +27,7 @@ from ffpa_hf.kernels.tuning.tiles import Direction, Mode, Problem
 
 _LOG2E = math.log2(math.e)
 _LIMIT_32 = 2**31
+_REMEMBERED = 4096  # shapes and strides whose consequences are kept
 _MARGIN_ROWS = 256  # a tile may compute addresses this far past the last row before masking them
 
 #: Tests set these: 64-bit addressing, and descriptors, whatever the tensors and the device are.
@@ -416,10 +417,13 @@ def _busy(inputs: AttentionInputs) -> bool:
 
 
 def _visibility(inputs: AttentionInputs) -> Visibility:
+    mask, key_mask = inputs.mask, inputs.key_mask
+    if mask is None and key_mask is None and inputs.bias is None and inputs.row_start is None:
+        return _ALL_VISIBLE
+
     def part(tensor: Tensor | None, strides: Callable[[Tensor], tuple[int | None, ...]], dims: int) -> tuple[Any, ...]:
         return (0,) * dims if tensor is None else strides(tensor)
 
-    mask, key_mask = inputs.mask, inputs.key_mask
     return Visibility(
         None if mask is None else mask.view(torch.uint8),
         inputs.bias,
@@ -434,18 +438,31 @@ def _visibility(inputs: AttentionInputs) -> Visibility:
     )
 
 
+_ALL_VISIBLE = Visibility(None, None, None, None, None, (0,) * 14)
+_NO_DROPOUT = Dropout()
+
+
 def _dropout(inputs: AttentionInputs) -> Dropout:
     if inputs.rng_state is None or inputs.dropout_p == 0.0:
-        return Dropout()
+        return _NO_DROPOUT
     threshold = min(drop_threshold(inputs.dropout_p), 2**32 - 1)
     signed = threshold - 2**32 if threshold >= 2**31 else threshold
     # p = 1 keeps nothing: a scale of 0 also removes the one word in 2^32 that reaches the largest 32-bit threshold.
     return Dropout(inputs.rng_state, signed, 0.0 if inputs.dropout_p >= 1.0 else 1.0 / (1.0 - inputs.dropout_p))
 
 
+# What follows from a tensor's shape and strides alone is remembered: a call like an earlier one makes nothing anew but
+# its descriptors.
+
+
 def _plain(tensor: Tensor) -> tuple[int, ...]:
     """Strides in elements, 0 for a dim of size 1."""
-    return tuple(0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return _plain_strides(tensor.shape, tensor.stride())
+
+
+@functools.lru_cache(maxsize=_REMEMBERED)
+def _plain_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(0 if size == 1 else stride for size, stride in zip(shape, strides, strict=True))
 
 
 def _pair_strides(tensor: Tensor) -> tuple[int | None, ...]:
@@ -456,8 +473,12 @@ def _pair_strides(tensor: Tensor) -> tuple[int | None, ...]:
 
 def _units(tensor: Tensor) -> tuple[int, int, int]:
     """Strides (b, h, n) in units of 16 bytes, 0 for a dim of size 1."""
-    unit = 16 // tensor.element_size()
-    batch, heads, rows, _ = _plain(tensor)
+    return _unit_strides(tensor.shape, tensor.stride(), 16 // tensor.element_size())
+
+
+@functools.lru_cache(maxsize=_REMEMBERED)
+def _unit_strides(shape: tuple[int, ...], strides: tuple[int, ...], unit: int) -> tuple[int, int, int]:
+    batch, heads, rows, _ = _plain_strides(shape, strides)
     return batch // unit, heads // unit, rows // unit
 
 
@@ -472,28 +493,40 @@ def _operand(tensor: Tensor, rows: int, boxes: tuple[int, int], tma: bool) -> Op
 
 def _descriptor(tensor: Tensor, rows: int, cols: int) -> TensorDescriptor:
     """A descriptor over [B, H, N, D]; a dim of stride 0 gets size 1, and kernels multiply its coordinate by 0."""
-    width = tensor.shape[-1]
-    shape, strides = [], []
-    for size, stride in zip(tensor.shape[:3], _plain(tensor)[:3], strict=True):
-        shape.append(size if stride else 1)
-        strides.append(stride or width)  # any multiple of 16 bytes serves a dim of size 1
-    return TensorDescriptor(tensor, [*shape, width], [*strides, 1], [1, 1, rows, cols])
+    made = object.__new__(TensorDescriptor)  # whose own checks, of what `aligned` has seen to, take 10 us a time
+    made.__dict__.update(_layout(tensor.shape, tensor.stride(), tensor.dtype, rows, cols), base=tensor)
+    return made
+
+
+@functools.lru_cache(maxsize=_REMEMBERED)
+def _layout(
+    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, rows: int, cols: int
+) -> dict[str, Any]:
+    """All fields but the tensor of a descriptor that passed Triton's checks."""
+    width = shape[-1]
+    sizes, steps = [], []
+    for size, stride in zip(shape[:3], _plain_strides(shape, strides)[:3], strict=True):
+        sizes.append(size if stride else 1)
+        steps.append(stride or width)  # any multiple of 16 bytes serves a dim of size 1
+    anywhere = torch.empty(0, dtype=dtype)
+    return vars(TensorDescriptor(anywhere, [*sizes, width], [*steps, 1], [1, 1, rows, cols]))
 
 
 def needs_wide(*tensors: Tensor | None) -> bool:
     """Whether some element, or an address computed just past the last row, lies 2^31 or more elements in."""
     if FORCE_WIDE is not None:
         return FORCE_WIDE
-    for tensor in tensors:
-        if tensor is None:
-            continue
-        reach = 0
-        for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
-            margin = _MARGIN_ROWS if dim >= tensor.dim() - 2 else 0
-            reach += (size - 1 + margin) * stride if size > 1 else 0
-        if reach >= _LIMIT_32:
-            return True
-    return False
+    return any(tensor is not None and _reach(tensor.shape, tensor.stride()) >= _LIMIT_32 for tensor in tensors)
+
+
+@functools.lru_cache(maxsize=_REMEMBERED)
+def _reach(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    """Elements from the first to the furthest address that a kernel may compute, read or not."""
+    reach = 0
+    for dim, (size, stride) in enumerate(zip(shape, strides, strict=True)):
+        margin = _MARGIN_ROWS if dim >= len(shape) - 2 else 0
+        reach += (size - 1 + margin) * stride if size > 1 else 0
+    return reach
 
 
 def index_type(*tensors: Tensor | None) -> tl.dtype:
