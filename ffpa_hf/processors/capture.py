@@ -74,6 +74,17 @@ def holds_processor(module: Module) -> bool:
     return callable(getattr(module, "processor", None))
 
 
+def how_served(slot: Slot) -> str:
+    """By which of the ways of docs/diffusers.md the attention of a module with this slot is redirected."""
+    if slot.function is None:
+        return "inline"
+    if slot.in_place:
+        return "in place"
+    if slot.function is not slot.inner:
+        return "2_0 twin"
+    return "F.sdpa" if slot.worker is None else "dispatcher"
+
+
 def is_ours(processor: Any) -> bool:
     from ffpa_hf.processors.generic import FFPAAttnProcessor
 
@@ -304,10 +315,9 @@ def is_made_for_flex(kind: type) -> bool:
 
 def _pinned_to_flex(kind: type, call: types.FunctionType, found: frozenset[str]) -> bool:
     names = call.__code__.co_names
+    always = _DISPATCH in names and "_attention_backend" not in names  # else its other calls take the chosen backend
     return (
-        is_made_for_flex(kind)
-        or _FLEX in found
-        or (_DISPATCH in names and ("FLEX" in names or "flex" in call.__code__.co_consts))
+        is_made_for_flex(kind) or _FLEX in found or (always and ("FLEX" in names or "flex" in call.__code__.co_consts))
     )
 
 
@@ -330,7 +340,8 @@ def names_used(call: types.FunctionType, *owners: type, beyond: bool = False) ->
             found.add(_SDPA)  # imported under another name
         if _DISPATCH in names:
             used = [instruction.argval for instruction in dis.get_instructions(function)]
-            if used.count(_DISPATCH) > used.count("_attention_backend") + used.count("backend"):
+            named = used.count("_attention_backend") + used.count("backend") + used.count("FLEX")
+            if used.count(_DISPATCH) > named:
                 found.add(_UNNAMED)
         for name in names - wanted:
             helpers = [function.__globals__.get(name)]

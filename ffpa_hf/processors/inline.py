@@ -5,7 +5,9 @@ Such a module gets a subclass of its own class whose call runs under `Redirect`;
 
 from __future__ import annotations
 
+import dis
 import functools
+import inspect
 import types
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +28,7 @@ from ffpa_hf.processors.redirect import Redirect
 if TYPE_CHECKING:
     from ffpa_hf.processors.generic import FFPAAttnProcessor
 
+_PRODUCTS = frozenset({"matmul", "bmm", "baddbmm", "einsum"})
 _ATTENTION = frozenset({"dispatch_attention_fn", "scaled_dot_product_attention"})
 
 
@@ -46,7 +49,23 @@ def why_out_of_reach(module: Module) -> str | None:
     kind: Any = type(module)
     if isinstance(module, MultiheadAttention) or _PACKED in _used(kind):
         return "torch's multi_head_attention_forward projects and attends in one call"
+    if not holds_processor(module) and _writes_attention_out(kind):
+        return "its forward writes softmax attention out"
     return None
+
+
+@functools.cache
+def _writes_attention_out(kind: Any) -> bool:
+    """Does a module class's own `forward` take the softmax of one matrix product and multiply with the next?"""
+    forward = inspect.unwrap(getattr(kind, "forward", None) or _writes_attention_out)
+    if not isinstance(forward, types.FunctionType) or kind.__module__.startswith("torch."):
+        return False
+    used = [
+        (instruction.opname, instruction.argval, instruction.argrepr) for instruction in dis.get_instructions(forward)
+    ]
+    softmax = any(value == "softmax" for _, value, _ in used)
+    products = sum(value in _PRODUCTS or name == "BINARY_MATRIX_MULTIPLY" or text == "@" for name, value, text in used)
+    return softmax and products >= 2
 
 
 def install_inline(module: Module, owner: FFPAAttnProcessor) -> None:

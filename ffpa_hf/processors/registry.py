@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import wrapt
 
-from ffpa_hf.processors import capture, parallel, redirect
+from ffpa_hf.processors import capture, inline, parallel, redirect
 from ffpa_hf.processors.generic import FFPAAttnProcessor
 
 logger = logging.getLogger("ffpa_hf")
@@ -192,17 +192,33 @@ class _SwitchedProcessor(FFPAAttnProcessor):
 def _follow_switch(model: Any, backend: Any) -> None:
     wanted = str(getattr(backend, "value", backend)).lower() == BACKEND
     shared = _SwitchedProcessor() if wanted else None
+    reached = False
     for module in model.modules():
         if not capture.holds_processor(module):
             continue
         slot = capture.slot_of(module)
-        if wanted and capture.is_made_for_flex(type(module.processor)):
-            vars(module.processor).pop("_attention_backend", None)  # it would raise; its class says flex
+        if (wanted or backend is None) and capture.is_made_for_flex(type(module.processor)):
+            # Ours is not flex, and neither is the None of a reset; with either it would raise. Its class says flex.
+            vars(module.processor).pop("_attention_backend", None)
         if shared is None:
             if slot is not None and isinstance(slot.owner, _SwitchedProcessor):
                 capture.uninstall(module)
         elif slot is None and not hasattr(module.processor, "_attention_backend"):
             capture.install(module, shared)
+        reached = reached or capture.slot_of(module) is not None or _names_our_backend(module.processor)
+    if wanted and not reached:
+        logger.warning(
+            'set_attention_backend("ffpa") does nothing for %s: %s.',
+            type(model).__name__,
+            "its attention is written inline, which ffpa_hf.enable(model) reaches"
+            if any(inline.has_inline_attention(module) for module in model.modules())
+            else "it has no softmax attention that could be handed over",
+        )
+
+
+def _names_our_backend(processor: Any) -> bool:
+    chosen = getattr(processor, "_attention_backend", None)
+    return getattr(chosen, "value", chosen) == BACKEND
 
 
 # --- the backend ------------------------------------------------------------------------------------------------------
