@@ -17,6 +17,7 @@ import wrapt
 
 from ffpa_hf.backends import Backend
 from ffpa_hf.dispatch import Route
+from ffpa_hf.patches import attention_classes
 from ffpa_hf.report import forget
 
 #: Library -> the module of it whose loading means that its registries exist.
@@ -32,6 +33,7 @@ def register() -> None:
     """Offer "ffpa" to transformers and diffusers: now where they are loaded, else as soon as they load. Idempotent."""
     global _active
     _active = True
+    attention_classes.hook()
     for library, trigger in _TRIGGERS.items():
         if trigger in sys.modules:
             _patch(library).register()

@@ -18,11 +18,9 @@ from torch.nn import Module
 from ffpa_hf.dispatch import Route
 from ffpa_hf.functional import attend
 from ffpa_hf.masks import RowIntervals
+from ffpa_hf.patches.attention_classes import NAME
 from ffpa_hf.patches.interval_mask import IntervalMask, unwrap
 from ffpa_hf.patches.mask_recognition import build_mask
-
-#: The name users write; it must not contain "flash", "/" or "|", which transformers treats as kernel names.
-NAME = "ffpa"
 
 _AUTO = Route()
 
@@ -49,6 +47,8 @@ def ffpa_mask(
     attention_mask: the 2-D padding mask `[B, seen]` or None; it becomes the key mask, unread. Never returns None, so
     that no alignment has to be guessed later. Models that read their mask themselves get the form they understand.
     """
+    if not torch.compiler.is_compiling():
+        _warn_of_foreign_attention(config)
     form = _mask_form(config)
     if form != "intervals":
         from transformers.masking_utils import eager_mask, sdpa_mask
@@ -84,6 +84,18 @@ def ffpa_mask(
 _ADDITIVE = frozenset({"deepseek_v4", "git"})
 
 _Form = Literal["intervals", "float", "bool"]
+
+
+def _warn_of_foreign_attention(config: Any) -> None:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    name = getattr(config, "_attn_implementation", None) or NAME
+    if ALL_ATTENTION_FUNCTIONS.get(name) is not ffpa_attention_forward:
+        _warn_once(
+            "foreign attention",
+            f'attn_implementation="{name}" builds the masks of ffpa_hf, but another package has registered its own '
+            "attention under that name. ffpa_hf.register() puts ours back.",
+        )
 
 
 def _mask_form(config: Any) -> _Form:
@@ -148,23 +160,24 @@ def ffpa_attention_forward(
     Returns:
         out `[B, Q, Hq, Dv]`, contiguous, and None for the weights.
 
-    Raises NotImplementedError or ValueError for what cannot be honoured; nothing that changes the result is ignored.
+    Raises NotImplementedError or ValueError for what cannot be honoured, RuntimeError where no mask arrived because the
+    mask function of "ffpa" is not registered; nothing that changes the result is ignored.
     """
     _refuse_and_warn(module, kwargs)
+    if attention_mask is None:
+        _require_our_masks(module)
     query, key, value = _one_dtype(module, query, key, value)
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    if indices is not None and cu_seq_lens_q is not None:
+        _refuse_unless_packed(attention_mask, module)
+    if block_indices is not None:
+        _refuse_packed(attention_mask, cu_seq_lens_q, module)
     mask = _Mask.read(attention_mask, query, key.shape[2], causal)
     if attention_mask is None and sliding_window is not None:
         mask.slide(sliding_window, causal)
     if cu_seq_lens_q is not None and (causal or _reads_text(module, query.shape[2], key.shape[2])):
         mask.separate(cu_seq_lens_q, cu_seq_lens_k, query.shape[0], _chunk_size(module))
     if indices is not None:
-        if cu_seq_lens_q is not None:
-            _warn_once(
-                "indices",
-                "this model chooses the keys of each row before the lengths of packed documents are known to it; pass "
-                "use_cache=False with position_ids, so that its choice stays inside each document.",
-            )
         mask.select(_chosen(indices, key.shape[2])[:, None])
     if block_indices is not None:
         mask.select(_chosen_blocks(module, block_indices, query.shape[1], key.shape[2]))
@@ -387,6 +400,43 @@ def _weight_dtype(module: Module) -> torch.dtype | None:
     return None
 
 
+def _require_our_masks(module: Module) -> None:
+    """Without a mask function under the same name transformers builds no masks at all: padding would be lost."""
+    if torch.compiler.is_compiling():
+        return
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    name = getattr(getattr(module, "config", None), "_attn_implementation", None) or NAME
+    if ALL_MASK_ATTENTION_FUNCTIONS.get(name) is not ffpa_mask:
+        raise RuntimeError(
+            f'attn_implementation="{name}" runs the attention of ffpa_hf, but the mask function registered under that '
+            "name is missing or someone else's, so that padding would be lost. ffpa_hf.register() registers both."
+        )
+
+
+def _refuse_unless_packed(mask: Tensor | None, module: Module) -> None:
+    """A layer that chose its keys among those of every document chose wrongly, whatever is masked afterwards."""
+    if isinstance(mask, IntervalMask):
+        packed = mask.kind == "packed" or (torch.compiler.is_compiling() and mask.kind == "")  # a graph cannot tell
+    else:
+        packed = mask is not None
+    if not packed:
+        raise NotImplementedError(
+            f"{type(module).__name__} chooses the keys of each row before the lengths of packed documents "
+            "(cu_seq_lens_q) are known to it. Pass position_ids that restart with each document, use_cache=False and "
+            "no 2-D attention_mask, so that it chooses inside each document."
+        )
+
+
+def _refuse_packed(mask: Tensor | None, cu_q: Tensor | None, module: Module) -> None:
+    """Blocks of keys are chosen by position, and positions that restart name the keys of the first document."""
+    if cu_q is not None or (isinstance(mask, IntervalMask) and mask.kind == "packed"):
+        raise NotImplementedError(
+            f"{type(module).__name__} chooses blocks of keys by position, across packed documents (with every "
+            "attn_implementation). Give each document a row of its own."
+        )
+
+
 def _refuse_and_warn(module: Module, kwargs: dict[str, Any]) -> None:
     if kwargs.get("read_index") is not None or kwargs.get("write_index") is not None:
         raise NotImplementedError(
@@ -397,8 +447,8 @@ def _refuse_and_warn(module: Module, kwargs: dict[str, Any]) -> None:
     if kwargs.get("output_attentions"):
         _warn_once(
             "output_attentions",
-            f'attn_implementation="{NAME}" has no attention weights to return: output_attentions=True gives None. Use '
-            '"eager" to see them.',
+            f'attn_implementation="{NAME}" has no attention weights to return: output_attentions=True records none. '
+            'Use "eager" to see them.',
         )
     if module.training and not torch.is_grad_enabled():
         if getattr(getattr(module, "config", None), "num_kv_shared_layers", 0):

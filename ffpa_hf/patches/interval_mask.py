@@ -18,8 +18,9 @@ from ffpa_hf.masks import RowIntervals
 aten = torch.ops.aten
 
 #: What a mask is known to be whatever its tensors hold (key_mask aside). "causal": row i sees keys 0..i of the first
-#: key on; "full": every row sees every key; "": only the tensors tell.
-KINDS = ("causal", "full", "")
+#: key on; "full": every row sees every key; "packed": no row sees a document other than its own; "": only the tensors
+#: tell.
+KINDS = ("causal", "full", "packed", "")
 
 
 class IntervalMask(Tensor):

@@ -123,16 +123,16 @@ def recognise(mask_function: Callable[..., Any], geometry: Geometry) -> Interval
         return None
     if recogniser.checks and not bool(torch.stack(recogniser.checks).all()):
         return None
-    return _interval_mask(bounds, geometry, recogniser.key_mask)
+    return _interval_mask(bounds, geometry, recogniser.key_mask, "packed" if _is_packed(mask_function) else "")
 
 
-def _interval_mask(bounds: Bounds, geometry: Geometry, key_mask: Tensor | None) -> IntervalMask:
+def _interval_mask(bounds: Bounds, geometry: Geometry, key_mask: Tensor | None, kind: str = "") -> IntervalMask:
     first, length = geometry.kv_offset, geometry.kv_len
     rows = torch.zeros(1, geometry.q_len, dtype=torch.int64, device=geometry.device)
     low = rows if bounds.low is None else (bounds.low - first).clamp(0, length)
     high = rows + length if bounds.high is None else (bounds.high - first).clamp(0, length)
     low, high = torch.broadcast_tensors(low.to(torch.int32), high.to(torch.int32))
-    return wrap(low.contiguous(), high.contiguous(), key_mask, geometry.size, _kind(bounds, geometry))
+    return wrap(low.contiguous(), high.contiguous(), key_mask, geometry.size, kind or _kind(bounds, geometry))
 
 
 def _kind(bounds: Bounds, geometry: Geometry) -> str:
@@ -166,7 +166,7 @@ class _Recogniser:
         """Bounds of `function` for rows at positions `rows`; conjunct: it is ANDed into the whole mask; packed: so are
         documents; remapped: positions count from the start of each document.
         """
-        code = getattr(function, "__code__", None)
+        code = _code(function)
         name = _templates().get(code)
         if name is None:
             return self._own_window(function, rows) or self._constant(function, rows)
@@ -202,7 +202,7 @@ class _Recogniser:
     def _intersection(
         self, functions: Any, rows: Tensor, conjunct: bool, packed: bool, remapped: bool
     ) -> Bounds | None:
-        packed = packed or any(_templates().get(getattr(each, "__code__", None)) == "packed" for each in functions)
+        packed = packed or any(_is_packed(each) for each in functions)
         result = Bounds()
         for function in functions:
             member = self.bounds(function, rows, conjunct=conjunct, packed=packed, remapped=remapped)
@@ -325,7 +325,7 @@ class _Recogniser:
         return _count_between(self.geometry.key_mask, low, high)
 
     def _own_window(self, function: Any, rows: Tensor) -> Bounds | None:
-        reader = _model_windows(len(sys.modules)).get(getattr(function, "__code__", None))
+        reader = _model_windows(len(sys.modules)).get(_code(function))
         if reader is None:
             return None
         left, right = reader(_closure(function))  # own position - left < key < own position + right
@@ -356,6 +356,12 @@ def _count_between(key_mask: Tensor, low: Tensor, high: Tensor) -> Tensor:
     batch = max(counts.shape[0], low.shape[0], high.shape[0])
     counts, low, high = (tensor.expand(batch, -1) for tensor in (counts, low, high))
     return counts.gather(1, high) - counts.gather(1, low)
+
+
+def _is_packed(function: Any) -> bool:
+    """Whether documents are kept apart by the function as a whole, not by a part of it alone."""
+    name = _templates().get(_code(function))
+    return name == "packed" or (name == "and" and any(map(_is_packed, _closure(function)["mask_functions"])))
 
 
 def _closure(function: Any) -> dict[str, Any]:
@@ -452,7 +458,7 @@ def evaluate(mask_function: Callable[..., Any], geometry: Geometry, use_vmap: bo
     if not bool(torch.stack(checks).all()):
         return None
     low, high = (torch.cat(parts, dim=1).to(torch.int32) for parts in (lows, highs))
-    return wrap(low, high, geometry.key_mask, geometry.size, "")
+    return wrap(low, high, geometry.key_mask, geometry.size, "packed" if _is_packed(mask_function) else "")
 
 
 def _pattern(mask_function: Callable[..., Any], geometry: Geometry, use_vmap: bool, begin: int, count: int) -> Tensor:

@@ -18,6 +18,7 @@ from typing import Any
 from torch.nn import Module
 
 from ffpa_hf.dispatch import Route
+from ffpa_hf.patches import attention_classes
 from ffpa_hf.patches.attention_interface import NAME, ffpa_attention_forward, ffpa_mask
 from ffpa_hf.report import not_accelerated
 
@@ -58,12 +59,14 @@ def register() -> None:
     for registry, function in ours.items():
         if before[registry] is not function:
             _before[registry] = before[registry]
+    attention_classes.offer()
 
 
 def unregister() -> None:
     """Put both registries back as they were. An entry that someone else put over ours stays theirs."""
     _restore({r: _before.get(r, _ABSENT) for r, function in _ours().items() if r._global_mapping.get(NAME) is function})
     _before.clear()
+    attention_classes.withdraw()
 
 
 def _ours() -> dict[Any, Any]:
@@ -72,6 +75,18 @@ def _ours() -> dict[Any, Any]:
     from transformers.modeling_utils import AttentionInterface
 
     return {AttentionInterface: ffpa_attention_forward, AttentionMaskInterface: ffpa_mask}
+
+
+def _seen() -> dict[Any, Any]:
+    """Registry class -> the entry that models find; one written into the shared instance hides what is registered."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+    shared = {
+        AttentionInterface: ALL_ATTENTION_FUNCTIONS,
+        AttentionMaskInterface: ALL_MASK_ATTENTION_FUNCTIONS,
+    }
+    return {registry: instance.get(NAME, _ABSENT) for registry, instance in shared.items()}
 
 
 def _restore(entries: dict[Any, Any]) -> None:
@@ -114,7 +129,8 @@ def enable(obj: Module, route: Route, *, towers: bool = False) -> None:
     """
     from transformers import PreTrainedModel
 
-    if any(registry._global_mapping.get(NAME) is not function for registry, function in _ours().items()):
+    seen = _seen()
+    if any(seen[registry] is not function for registry, function in _ours().items()):
         raise RuntimeError(
             f'attn_implementation="{NAME}" is not ours in transformers (unregistered, or taken by another package); '
             "call ffpa_hf.register() first."

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import importlib
-import subprocess
-import sys
 import warnings
 
 import pytest
@@ -14,7 +12,6 @@ import torch
 import transformers
 from torch.nn import functional as F
 from transformers import masking_utils
-from transformers.modeling_utils import AttentionInterface
 
 import ffpa_hf
 from ffpa_hf import settings
@@ -56,13 +53,13 @@ def attention(*arguments, module=None, **kwargs):
     return out
 
 
-def causal_mask(q_len=6, kv_len=6, batch=2, offset=0, padding=None):
+def causal_mask(q_len=6, kv_len=6, batch=2, offset=0, padding=None, function=masking_utils.causal_mask_function):
     return ffpa_mask(
         batch_size=batch,
         q_length=q_len,
         kv_length=kv_len,
         q_offset=offset,
-        mask_function=masking_utils.causal_mask_function,
+        mask_function=function,
         attention_mask=padding,
     )
 
@@ -198,12 +195,19 @@ def test_indices_choose_keys(form):
     torch.testing.assert_close(attention(q, k, v, mask, indices=indices)[seen], wanted[seen])
 
 
-def test_choosing_keys_before_documents_are_known_warns():
+def test_choosing_keys_before_documents_are_known_is_refused():
     q, k, v = tensors(batch=1)
     edges = torch.tensor([0, 2, 6], dtype=torch.int32)
-    with pytest.warns(UserWarning, match="use_cache=False"):
-        out = attention(q, k, v, causal_mask(batch=1), indices=torch.zeros(1, 6, 1).int(), cu_seq_lens_q=edges)
-    assert (out[:, 2:] == 0).all()  # the chosen key belongs to another document
+    pack = {"indices": torch.zeros(1, 6, 1).int(), "cu_seq_lens_q": edges}
+    for mask in (None, causal_mask(batch=1)):
+        with pytest.raises(NotImplementedError, match="use_cache=False"):
+            attention(q, k, v, mask, **pack)
+    positions = torch.tensor([[0, 1, 0, 1, 2, 3]])
+    packed = masking_utils.packed_sequence_mask_function(masking_utils.find_packed_sequence_indices(positions))
+    known = causal_mask(batch=1, function=masking_utils.and_masks(masking_utils.causal_mask_function, packed))
+    for mask in (known, known.dense(), known[:, :, :]):
+        out = attention(q, k, v, mask, **pack)
+        assert (out[:, 2:] == 0).all() and (out[:, :2] != 0).any()  # the chosen key belongs to the first document
 
 
 def test_block_indices_choose_blocks_of_keys_per_group_of_heads():
@@ -218,6 +222,9 @@ def test_block_indices_choose_blocks_of_keys_per_group_of_heads():
     torch.testing.assert_close(out, expected(q, k, v, keep & lower()))
     with pytest.raises(NotImplementedError, match="block_indices"):
         attention(q, k, v, causal_mask(), block_indices=blocks)
+    edges = torch.tensor([0, 2, 6], dtype=torch.int32)
+    with pytest.raises(NotImplementedError, match="row of its own"):
+        attention(q, k, v, causal_mask(), module=module, block_indices=blocks, cu_seq_lens_q=edges)
 
 
 def test_documents_are_separate_for_queries_cut_from_the_front():
@@ -295,94 +302,10 @@ def test_asking_for_weights_warns_once():
         attention(*tensors(), causal_mask(), output_attentions=True)
 
 
-# --- who gets which mask ----------------------------------------------------------------------------------------------
-
-#: Models of 5.24 that build masks and then compute with them outside transformers' attention interface.
-OUTSIDE = """autoformer bark big_bird bloom canine clvp convbert dab_detr falcon flava gpt_neo gpt_neox_japanese
-groupvit ibert led longformer luke megatron_bert mpnet mpt mvp nystromformer omdet_turbo rembert roformer speecht5
-squeezebert superglue table_transformer tapas trocr tvp visual_bert vits xglm""".split()
-
-
-def _config_class(model):
-    module = importlib.import_module(f"transformers.models.{model}.configuration_{model}")
-    classes = [c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__]
-    configs = [c for c in classes if issubclass(c, transformers.PreTrainedConfig)]
-    return next((c for c in configs if c.model_type == model), configs[0])
-
-
-@pytest.mark.parametrize("model", [*OUTSIDE, "git", "deepseek_v4"])
-def test_models_that_compute_with_their_mask_get_an_additive_one(model):
-    importlib.import_module(f"transformers.models.{model}.modeling_{model}")
-    config_class = _config_class(model)
-    assert attention_interface._form_of(config_class, config_class.model_type) == "float"
-
-
-@pytest.mark.parametrize(
-    "model", ["llama", "gemma4", "gpt2", "t5", "bert", "whisper", "qwen2_vl", "siglip", "modernbert"]
-)
-def test_models_that_dispatch_get_intervals(model):
-    importlib.import_module(f"transformers.models.{model}.modeling_{model}")
-    config_class = _config_class(model)
-    form = attention_interface._form_of(config_class, f"{model}_text" if model == "gemma4" else config_class.model_type)
-    assert form == "intervals"
+# --- other architectures ----------------------------------------------------------------------------------------------
 
 
 SMALL = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "pad_token_id": 0}
-OUTSIDE_MODELS = {
-    "xglm": (
-        "XGLMForCausalLM",
-        {"d_model": 16, "ffn_dim": 24, "num_layers": 2, "attention_heads": 2, "vocab_size": 32},
-    ),
-    "bloom": ("BloomForCausalLM", {"n_head": 2, "n_layer": 2, **SMALL}),
-    "megatron_bert": ("MegatronBertForMaskedLM", {"intermediate_size": 24, **SMALL}),
-}
-
-
-@pytest.mark.parametrize("name", OUTSIDE_MODELS)
-def test_a_model_outside_the_interface_is_never_silently_wrong(name):
-    class_name, options = OUTSIDE_MODELS[name]
-    cls = getattr(transformers, class_name)
-    logits = {}
-    for implementation in ("eager", "ffpa"):
-        torch.manual_seed(0)
-        model = cls._from_config(cls.config_class(**options), attn_implementation=implementation).eval()
-        inputs = tiny.batch("left")
-        logits[implementation] = model(inputs["input_ids"] % 32, attention_mask=inputs["attention_mask"]).logits
-    keep = inputs["attention_mask"].bool()
-    assert torch.equal(logits["ffpa"][keep], logits["eager"][keep])
-
-
-def test_the_audio_tower_of_gemma4_gets_the_mask_it_can_read():
-    config = transformers.Gemma4AudioConfig(
-        hidden_size=32, num_hidden_layers=1, num_attention_heads=4, output_proj_dims=32, conv_kernel_size=3
-    )
-    module = importlib.import_module("transformers.models.gemma4.modeling_gemma4")
-    sound, heard = torch.randn(2, 64, 128), torch.arange(64).expand(2, -1) < torch.tensor([[64], [40]])
-    out = {}
-    for implementation in ("ffpa", "eager", "sdpa"):
-        torch.manual_seed(0)
-        try:
-            model = module.Gemma4AudioModel._from_config(copy.deepcopy(config), attn_implementation=implementation)
-        except ValueError:  # releases that read an additive mask refuse "sdpa"
-            continue
-        out[implementation] = model.eval()(sound, heard).last_hidden_state
-    # releases that accept "sdpa" here misread the additive mask of their own "eager"
-    assert torch.equal(out["ffpa"], out.get("sdpa", out["eager"]))
-
-
-def test_a_model_from_elsewhere_that_adds_its_mask_stops_at_its_first_call():
-    mask = ffpa_mask(
-        batch_size=1,
-        q_length=4,
-        kv_length=4,
-        mask_function=masking_utils.causal_mask_function,
-        config=type("Config", (), {"__module__": "elsewhere.configuration_own", "model_type": "own"})(),
-    )
-    with pytest.raises(NotImplementedError, match="attn_implementation='eager'"):
-        torch.zeros(1, 2, 4, 4) + mask
-
-
-# --- other architectures ----------------------------------------------------------------------------------------------
 
 
 def _pair(make, inputs, keep=None, **call):
@@ -465,77 +388,6 @@ def test_selected_keys_are_honoured():
         v_head_dim=16, first_k_dense_replace=2, index_topk=3, index_n_heads=2, index_head_dim=16, **SMALL,
     )  # fmt: skip
     _pair(_made("DeepseekV32ForCausalLM", config), {"input_ids": tiny.batch()["input_ids"] % 32})
-
-
-# --- registration -----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def registries():
-    """Both registries, put back afterwards."""
-    before = [dict(r._global_mapping) for r in (AttentionInterface, MASKS)]
-    kept = dict(patch._before)
-    yield AttentionInterface._global_mapping, MASKS._global_mapping
-    for registry, entries in zip((AttentionInterface, MASKS), before, strict=True):
-        registry._global_mapping.clear()
-        registry._global_mapping.update(entries)
-    patch._before.clear()
-    patch._before.update(kept)
-    ffpa_hf.register()  # unregister() took the name out of diffusers as well
-
-
-def test_both_registries_hold_ours_and_forget_it(registries):
-    assert [r["ffpa"] for r in registries] == [ffpa_attention_forward, ffpa_mask]
-    ffpa_hf.register()
-    ffpa_hf.unregister()
-    assert all("ffpa" not in r for r in registries)
-    with pytest.raises(RuntimeError, match="register"):
-        ffpa_hf.enable(tiny.model("llama"))
-    ffpa_hf.register()
-    assert [r["ffpa"] for r in registries] == [ffpa_attention_forward, ffpa_mask]
-
-
-def test_a_foreign_entry_is_named_and_given_back(registries):
-    ffpa_hf.unregister()
-    AttentionInterface.register("ffpa", tensors)
-    with pytest.warns(UserWarning, match="test_transformers_interface.tensors"):
-        ffpa_hf.register()
-    assert [r["ffpa"] for r in registries] == [ffpa_attention_forward, ffpa_mask]
-    ffpa_hf.unregister()
-    assert registries[0]["ffpa"] is tensors and "ffpa" not in registries[1]
-
-
-def test_an_entry_put_over_ours_stays_theirs(registries):
-    AttentionInterface.register("ffpa", tensors)
-    with pytest.raises(RuntimeError, match="another package"):
-        ffpa_hf.enable(tiny.model("llama"))
-    ffpa_hf.unregister()
-    assert registries[0]["ffpa"] is tensors and "ffpa" not in registries[1]
-
-
-def test_one_registry_failing_leaves_both_as_they_were(registries, monkeypatch):
-    ffpa_hf.unregister()
-
-    def broken(*_):
-        raise OSError("no")
-
-    with monkeypatch.context() as context:
-        context.setattr(MASKS, "register", broken)
-        with pytest.raises(OSError):
-            ffpa_hf.register()
-    assert all("ffpa" not in r for r in registries)
-
-
-@pytest.mark.parametrize("first", ["ffpa_hf", "transformers.modeling_utils", "ffpa_hf.patches.transformers"])
-def test_the_order_of_imports_does_not_matter(first):
-    program = (
-        f"import {first}, ffpa_hf, sys\n"
-        "from transformers.modeling_utils import AttentionInterface as A\n"
-        "from transformers.masking_utils import AttentionMaskInterface as M\n"
-        "assert A._global_mapping['ffpa'].__module__ == 'ffpa_hf.patches.attention_interface'\n"
-        "assert 'ffpa' in M._global_mapping\n"
-    )
-    subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", program], check=True, timeout=300)
 
 
 # --- enable and disable -----------------------------------------------------------------------------------------------
@@ -685,7 +537,7 @@ def test_a_wrapped_model_is_found():
 
 
 def test_models_that_cannot_be_served_are_refused():
-    class_name, options = OUTSIDE_MODELS["xglm"]
+    options = {"d_model": 16, "ffn_dim": 24, "num_layers": 2, "attention_heads": 2, "vocab_size": 32}
     model = transformers.XGLMForCausalLM(transformers.XGLMConfig(**options))
     with pytest.raises(ValueError, match="computes its attention itself"):
         ffpa_hf.enable(model)
