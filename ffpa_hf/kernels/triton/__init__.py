@@ -109,10 +109,18 @@ def describe(call: AttentionCall, config: TritonBackend | None = None) -> str:
         return text
     tiles, source = _chosen("backward", problem, target, name, config)
     plan = configs.plan_for(tiles, (*shape, call.head_dim), itemsize, (True, True, True), config.workspace_mb)
-    return (
-        f"{text} Backward: scores in {tiles.scores.block_m} x {tiles.scores.block_n} tiles to "
+    scratch = (
         f"{plan.scratch_bytes / 2**20:.0f} MiB of scratch (limit {config.workspace_mb}), {len(plan.rounds)} round"
-        f"{'s' if len(plan.rounds) > 1 else ''}{', banded with fp32 sums' if plan.banded else ''}; then plain "
+        f"{'s' if len(plan.rounds) > 1 else ''}{', banded with fp32 sums' if plan.banded else ''}"
+    )
+    if isinstance(tiles, configs.FusedBackwardConfig):
+        keys = tiles.keys
+        return (
+            f"{text} Backward: gradient_key_value in {keys.block_n} keys x {keys.block_m} rows, dS to {scratch}; then "
+            f"dQ as a plain product{source}."
+        )
+    return (
+        f"{text} Backward: scores in {tiles.scores.block_m} x {tiles.scores.block_n} tiles to {scratch}; then plain "
         f"products{source}."
     )
 

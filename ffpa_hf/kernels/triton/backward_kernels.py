@@ -67,10 +67,13 @@ def query_hull(ranges, i_b, key, n_q, n_kv, BN: tl.constexpr, CAUSAL: tl.constex
 
 @triton.jit(do_not_specialize=SIZES)
 def row_delta(
-    out, grad_out, grad_lse, delta, out_strides, go_strides, grad_lse_strides, Hq, n_q,
+    out, grad_out, grad_lse, lse, delta, pivot, out_strides, go_strides, grad_lse_strides, Hq, n_q,
     D: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, INT: tl.constexpr,
 ):  # fmt: skip
-    """delta [B, Hq, Nq] = rowsum(grad_out * out) - grad_lse; grad_lse fp32 with strides (b, h, n), or None."""
+    """delta [B, Hq, Nq] = rowsum(grad_out * out) - grad_lse; grad_lse fp32 with strides (b, h, n), or None.
+
+    pivot [B, Hq, Nq]: lse in base 2, and +inf for a row without keys: what it subtracts makes its probabilities 0.
+    """
     grad_lse_strides = grad_lse_strides[0:3]
     tiles = tl.cdiv(n_q, BM)
     pid = tl.program_id(0)
@@ -87,7 +90,10 @@ def row_delta(
     if grad_lse is not None:
         base = grad_lse + i_b.to(INT) * grad_lse_strides[0] + i_h.to(INT) * grad_lse_strides[1]
         total -= tl.load(base + o_m.to(INT) * grad_lse_strides[2], mask=o_m < n_q, other=0.0)
-    tl.store(delta + lane.to(INT) * n_q + o_m, total, mask=o_m < n_q)
+    rows = lane.to(INT) * n_q + o_m
+    tl.store(delta + rows, total, mask=o_m < n_q)
+    top = tl.load(lse + rows, mask=o_m < n_q, other=0.0)
+    tl.store(pivot + rows, tl.where(top == float("-inf"), float("inf"), top * LOG2E), mask=o_m < n_q)
 
 
 @triton.jit
@@ -232,9 +238,12 @@ def gradient_query(
     dq, dq_strides, seen,
     lane0, row0, row1, padded_rows, padded_cols, Hq, group, n_q, n_kv, factor,
     D: tl.constexpr, W0: tl.constexpr, W1: tl.constexpr, SLICES: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
-    CAUSAL: tl.constexpr, TMA: tl.constexpr, INT: tl.constexpr,
+    KEYS_FIRST: tl.constexpr, CAUSAL: tl.constexpr, TMA: tl.constexpr, INT: tl.constexpr,
 ):  # fmt: skip
-    """dq[rows, W0 + W1 columns] = factor * dS K over the keys that some row of the tile sees."""
+    """dq[rows, W0 + W1 columns] = factor * dS K over the keys that some row of the tile sees.
+
+    ds: [lanes, 1, padded_rows, padded_cols], or with those two exchanged where KEYS_FIRST.
+    """
     ds = Operand(ds, ds_tail, ds_strides[0:3])
     k = Operand(k, k_tail, k_strides[0:3])
     tiles = tl.cdiv(row1 - row0, BM)
@@ -256,9 +265,15 @@ def gradient_query(
     if W1 > 0:
         acc1 = tl.zeros([BM, W1], tl.float32)
     for n in tl.range(lo // BK * BK, hi, BK):
-        a = load_tile(
-            ds.first, ds.strides, i_lane, i_lane * 0, row - row0, n, padded_rows, padded_cols, BM, BK, TMA, INT
-        )
+        if KEYS_FIRST:
+            a = load_tile(
+                ds.first, ds.strides, i_lane, i_lane * 0, n, row - row0, padded_cols, padded_rows, BK, BM, TMA, INT
+            )
+            a = tl.trans(a)
+        else:
+            a = load_tile(
+                ds.first, ds.strides, i_lane, i_lane * 0, row - row0, n, padded_rows, padded_cols, BM, BK, TMA, INT
+            )
         k0 = load_tile(k.first, k.strides, i_b, i_hkv, n, col, n_kv, D, BK, W0, TMA, INT)
         acc0 = tl.dot(a, k0, acc0, input_precision="ieee")
         if W1 > 0:

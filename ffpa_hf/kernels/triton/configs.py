@@ -90,6 +90,24 @@ class BackwardConfig:
 
 
 @dataclass(frozen=True)
+class KeyValueConfig:
+    """The fused kernel of dK and dV: block_n keys of a program, block_m query rows per step."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class FusedBackwardConfig:
+    """A backward whose dK and dV come from one kernel, which leaves dS for the product that makes dQ."""
+
+    keys: KeyValueConfig
+    query: ProductConfig
+
+
+@dataclass(frozen=True)
 class Columns:
     """`slices` programs, each of first + second columns (powers of two; second may be 0), covering a head dim."""
 
@@ -152,13 +170,29 @@ def product_smem(config: ProductConfig, head_dim: int, itemsize: int) -> int:
     return (config.block + columns.width) * config.step * itemsize * config.num_stages
 
 
+def key_value_smem(config: KeyValueConfig, head_dim: int, itemsize: int) -> int:
+    """Shared memory of the fused dK, dV kernel in bytes, an estimate from above."""
+    width = split_columns(head_dim, head_dim).width
+    kept = 2 * config.block_n * width
+    passing = 2 * config.block_m * width * config.num_stages
+    weights = 2 * config.block_m * config.block_n
+    vectors = 4 * 4 * config.block_m * config.num_stages
+    return (kept + passing + weights) * itemsize + vectors + 1024
+
+
 def is_legal(
-    config: ForwardConfig | WideConfig | BackwardConfig, head_dim: int, smem_limit: int, itemsize: int, tma: bool
+    config: ForwardConfig | WideConfig | BackwardConfig | FusedBackwardConfig,
+    head_dim: int,
+    smem_limit: int,
+    itemsize: int,
+    tma: bool,
 ) -> bool:
     """Whether a config fits a device with `smem_limit` bytes of shared memory per block.
 
     The same answer serves launcher, tuner and tests. tma: tiles are loaded through descriptors; their boxes end at 256.
     """
+    if isinstance(config, FusedBackwardConfig):
+        return _is_legal_fused(config, head_dim, smem_limit, itemsize, tma)
     if isinstance(config, BackwardConfig):
         parts = (config.scores, config.bias)
         fits = all(scores_smem(part, itemsize) <= smem_limit for part in parts)
@@ -190,6 +224,25 @@ def is_legal(
     if accumulator > _MAX_ACCUMULATOR or (tma and max(config.block_m, config.block_n) > 256):
         return False
     return forward_smem(config, head_dim, itemsize, tma) <= smem_limit
+
+
+def _is_legal_fused(config: FusedBackwardConfig, head_dim: int, smem_limit: int, itemsize: int, tma: bool) -> bool:
+    keys, query = config.keys, config.query
+    inner = split_columns(head_dim, head_dim)
+    if tma and 0 < inner.second < 64:  # as in the forward: keys and values are loaded once, before the loop
+        return False
+    threads = keys.num_warps * 32
+    # dK and dV stay, S and dP pass.
+    accumulators = (2 * keys.block_n * inner.width + 2 * keys.block_n * keys.block_m) // threads
+    columns = split_columns(head_dim, query.width)
+    return (
+        accumulators <= _MAX_ACCUMULATOR
+        and query.block * columns.width // (query.num_warps * 32) <= _MAX_ACCUMULATOR
+        and max(key_value_smem(keys, head_dim, itemsize), product_smem(query, head_dim, itemsize)) <= smem_limit
+        # dQ reads whole steps of what is written in whole tiles, for tiles of rows that are visited whole.
+        and keys.block_n % query.step == 0
+        and query.block % keys.block_m == 0
+    )
 
 
 # Rows are tried from the top; the first legal one whose head dim limit covers the call is taken.
@@ -361,11 +414,28 @@ def wide_rounds(
     return tuple(WideRound(lane, min(count, lanes - lane), 0, tiles) for lane in range(0, lanes, count))
 
 
+# (head dim up to, config)
+_FUSED_BACKWARD_TMA: tuple[tuple[int, FusedBackwardConfig], ...] = (
+    (64, FusedBackwardConfig(KeyValueConfig(64, 64, 4, 2), ProductConfig(128, 128, 64, 4, 4))),
+    (128, FusedBackwardConfig(KeyValueConfig(64, 64, 4, 2), ProductConfig(128, 128, 64, 4, 4))),
+    (256, FusedBackwardConfig(KeyValueConfig(64, 64, 8, 2), ProductConfig(128, 320, 64, 8, 4))),
+)
+_FUSED_BACKWARD_PLAIN: tuple[tuple[int, FusedBackwardConfig], ...] = (
+    (128, FusedBackwardConfig(KeyValueConfig(64, 64, 8, 1), ProductConfig(128, 128, 32, 8, 3))),
+    (128, FusedBackwardConfig(KeyValueConfig(32, 64, 4, 1), ProductConfig(64, 128, 32, 4, 2))),
+    (128, FusedBackwardConfig(KeyValueConfig(32, 32, 4, 1), ProductConfig(64, 128, 32, 4, 2))),
+)
+
+
 @functools.lru_cache(maxsize=1024)
 def choose_backward(
     head_dim: int, smem_limit: int, itemsize: int = 2, tma: bool = False, busy: bool = False
-) -> BackwardConfig:
+) -> BackwardConfig | FusedBackwardConfig:
     """The backward config of a call. Raises ValueError where no row of the tables fits."""
+    if not busy:
+        for limit, fused in (_FUSED_BACKWARD_TMA if tma else ()) + _FUSED_BACKWARD_PLAIN:
+            if head_dim <= limit and is_legal(fused, head_dim, smem_limit, itemsize, tma):
+                return fused
     for config in (_BACKWARD_TMA if tma else ()) + _BACKWARD_PLAIN:
         if is_legal(config, head_dim, smem_limit, itemsize, tma):
             return replace(config, scores=replace(config.scores, num_warps=8)) if busy and tma else config
@@ -402,7 +472,8 @@ def plan_backward(
 ) -> Plan:  # fmt: skip
     """Divide the scores of a call into rounds whose scratch stays below `limit` bytes.
 
-    matrices: 2 where both P and dS are kept, else 1. partials: fp32 sums [Nkv, D] that a banded group needs (dK, dV).
+    matrices: 2 where both P and dS are kept, 1 where one is, else 0. partials: fp32 sums [Nkv, D] that a banded group
+    needs (dK, dV).
     Whole groups per round where one fits, else bands of whole heads, else bands of rows of one head, down to one row
     tile whatever the limit. Scratch never holds more than one round.
     """
@@ -413,7 +484,7 @@ def plan_backward(
     per_row = cols * itemsize * matrices
     per_lane = rows * per_row
     if group * per_lane <= limit:
-        per_round = min(units, limit // (group * per_lane))
+        per_round = min(units, limit // (group * per_lane)) if per_lane else units
         per_round = -(-units // -(-units // per_round))  # even rounds
         rounds = tuple(
             (unit * group, min(per_round, units - unit) * group, 0, q_len, True, True)
@@ -445,17 +516,23 @@ def plan_backward(
 
 
 def plan_for(
-    config: BackwardConfig, shape: tuple[int, int, int, int, int, int], itemsize: int, needs: tuple[bool, ...],
-    workspace_mb: int,
+    config: BackwardConfig | FusedBackwardConfig, shape: tuple[int, int, int, int, int, int], itemsize: int,
+    needs: tuple[bool, ...], workspace_mb: int,
 ) -> Plan:  # fmt: skip
     """The plan of a call of shape (B, Hq, Hkv, Nq, Nkv, D) that needs gradients of (query, key, value)."""
     need_q, need_k, need_v = needs
+    if isinstance(config, FusedBackwardConfig):
+        matrices, row_tile, key_tile = int(need_q), config.query.block, config.keys.block_n
+    else:
+        matrices = int(need_v) + int(need_q or need_k)
+        row_tile = max(config.scores.block_m, config.query.block)
+        key_tile = max(config.scores.block_n, config.key.block)
     return plan_backward(
         *shape,
         itemsize=itemsize,
-        matrices=int(need_v) + int(need_q or need_k),
+        matrices=matrices,
         partials=int(need_k) + int(need_v),
-        row_tile=max(config.scores.block_m, config.query.block),
-        key_tile=max(config.scores.block_n, config.key.block),
+        row_tile=row_tile,
+        key_tile=key_tile,
         limit=workspace_mb * 2**20,
     )

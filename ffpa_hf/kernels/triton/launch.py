@@ -20,6 +20,7 @@ from ffpa_hf.kernels.common import AttentionInputs, aligned, empty_stats
 from ffpa_hf.kernels.philox import drop_threshold
 from ffpa_hf.kernels.triton import backward_kernels as device
 from ffpa_hf.kernels.triton import choice, configs
+from ffpa_hf.kernels.triton import fused_backward_kernels as fused
 from ffpa_hf.kernels.triton.forward_kernel import attention_forward
 from ffpa_hf.kernels.triton.primitives import Dropout, Operand, Scores, Visibility
 from ffpa_hf.kernels.triton.wide_forward_kernels import forward_product, forward_scores
@@ -211,7 +212,10 @@ def backward(
     target = _target(query.device)
     with _on(query.device):
         config = tiles or _choose("backward", inputs, workspace_mb, autotune)
-        delta = _row_delta(out, grad_out, grad_lse, lse)
+        delta, pivot = _row_delta(out, grad_out, grad_lse, lse)
+        if isinstance(config, configs.FusedBackwardConfig):
+            _fused_backward(inputs, grad_out, pivot, delta, result, config, target.tma, workspace_mb)
+            return result._replace(sinks=_sink_gradient(inputs.sinks, lse, delta) if need_sinks else None)
         call = _Backward(inputs, lse, stats, grad_out, delta, target, config)
         if need_q or need_k or need_v:
             call.products(result, workspace_mb)
@@ -272,7 +276,7 @@ class _Backward:
             span = _Span(*bounds, plan, q_heads, inputs.group, q_len, kv_len)
             self._scores(span, weights_scratch, scores_scratch, integer)
             if result.query is not None:
-                self._query_gradient(span, scores_scratch, result.query, integer)
+                _query_gradient(inputs, span, scores_scratch, result.query, config.query, self.tma, self.seen, integer)
             if result.key is not None:
                 sums = partial[0] if plan.banded else None
                 self._key_gradient(span, scores_scratch, inputs.query, result.key, sums, inputs.scale, integer)
@@ -291,20 +295,6 @@ class _Backward:
             D=self.head_dim, CHUNK=config.chunk, BM=config.block_m, BN=config.block_n,
             HULL_M=max(config.block_m, self.config.query.block), HULL_N=max(config.block_n, self.config.key.block),
             CAUSAL=self.inputs.is_causal, EVEN_KV=span.kv_len % config.block_n == 0, TMA=self.tma, INT=integer,
-            num_warps=config.num_warps, num_stages=config.num_stages,
-        )  # fmt: skip
-
-    def _query_gradient(self, span: _Span, scores: Tensor, gradient: Tensor, integer: tl.dtype) -> None:
-        config = self.config.query
-        columns = configs.split_columns(self.head_dim, config.width)
-        tiles = -(-(span.row1 - span.row0) // config.block)
-        device.gradient_query[(span.lanes * tiles * columns.slices,)](
-            *_operand(scores, config.block, (config.step, 0), self.tma),
-            *_operand(self.inputs.key, config.step, (columns.first, columns.second), self.tma),
-            gradient, _units(gradient), self.seen,
-            span.lane0, span.row0, span.row1, span.plan.rows, span.plan.cols, *span.sizes, self.inputs.scale,
-            D=self.head_dim, W0=columns.first, W1=columns.second, SLICES=columns.slices,
-            BM=config.block, BK=config.step, CAUSAL=self.inputs.is_causal, TMA=self.tma, INT=integer,
             num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip
 
@@ -347,6 +337,80 @@ class _Backward:
         )  # fmt: skip
 
 
+def _query_gradient(
+    inputs: AttentionInputs, span: _Span, scores: Tensor, gradient: Tensor, config: configs.ProductConfig, tma: bool,
+    seen: Visibility, integer: tl.dtype, keys_first: bool = False,
+) -> None:  # fmt: skip
+    """dQ of a round from dS: [lanes, 1, rows, keys], or [lanes, 1, keys, rows] where keys_first."""
+    head_dim = inputs.query.shape[3]
+    columns = configs.split_columns(head_dim, config.width)
+    tiles = -(-(span.row1 - span.row0) // config.block)
+    rows, cols = (config.step, config.block) if keys_first else (config.block, config.step)
+    device.gradient_query[(span.lanes * tiles * columns.slices,)](
+        *_operand(scores, rows, (cols, 0), tma),
+        *_operand(inputs.key, config.step, (columns.first, columns.second), tma),
+        gradient, _units(gradient), seen,
+        span.lane0, span.row0, span.row1, span.plan.rows, span.plan.cols, *span.sizes, inputs.scale,
+        D=head_dim, W0=columns.first, W1=columns.second, SLICES=columns.slices,
+        BM=config.block, BK=config.step, KEYS_FIRST=keys_first, CAUSAL=inputs.is_causal, TMA=tma, INT=integer,
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+
+
+def _fused_backward(
+    inputs: AttentionInputs, grad_out: Tensor, pivot: Tensor, delta: Tensor, result: Gradients,
+    config: configs.FusedBackwardConfig, tma: bool, workspace_mb: int,
+) -> None:  # fmt: skip
+    """dK and dV in one kernel that leaves dS, then dQ; round by round over one scratch."""
+    query, key, value = inputs.query, inputs.key, inputs.value
+    batch, q_heads, q_len, head_dim = query.shape
+    kv_heads, kv_len = key.shape[1:3]
+    needs = tuple(gradient is not None for gradient in result[:3])
+    if not any(needs):
+        return
+    keys, hull = config.keys, config.query.block
+    plan = configs.plan_for(
+        config, (batch, q_heads, kv_heads, q_len, kv_len, head_dim), query.element_size(), needs, workspace_mb
+    )
+    scratch = query.new_empty(plan.lanes, 1, plan.cols, plan.rows) if needs[0] else None
+    partial = delta.new_empty(2, 1, 1, kv_len, head_dim) if plan.banded else (None, None)
+    integer = index_type(query, key, value, grad_out, delta, *result[:3], scratch)
+    seen = _visibility(inputs)
+    tiles = -(-kv_len // keys.block_n)
+    shared = {"CAUSAL": inputs.is_causal, "INT": integer}
+    reach = None
+    if inputs.row_start is not None and inputs.row_end is not None:
+        batches = max(inputs.row_start.shape[0], inputs.row_end.shape[0])
+        reach = torch.empty(batches, tiles, 2, dtype=torch.int32, device=query.device)
+        fused.key_reach[(batches * tiles,)](
+            seen, reach, tiles, q_len, kv_len, BN=keys.block_n, HULL=hull, TILES=16, **shared, num_warps=4
+        )
+    inner = configs.split_columns(head_dim, head_dim)
+    box = (inner.first, inner.second)
+    slope, _, _ = _score_factors(inputs)
+    sums_strides = None if partial[0] is None else _units(partial[0])
+    for bounds in plan.rounds:
+        span = _Span(*bounds, plan, q_heads, inputs.group, q_len, kv_len)
+        target = scratch
+        if scratch is not None and tma:
+            target = _descriptor(scratch, keys.block_n, keys.block_m)
+        fused.gradient_key_value[(span.lanes // plan.heads * tiles,)](
+            *_operand(query, keys.block_m, box, tma), *_operand(key, keys.block_n, box, tma),
+            *_operand(value, keys.block_n, box, tma), *_operand(grad_out, keys.block_m, box, tma),
+            target, None if scratch is None else _units(scratch),
+            result.key, None if result.key is None else _units(result.key),
+            result.value, None if result.value is None else _units(result.value),
+            *partial, sums_strides,
+            seen, reach, 0 if reach is None or reach.shape[0] == 1 else 2 * tiles, slope, pivot, delta,
+            span.lane0, plan.heads, span.row0, span.row1, plan.rows, plan.cols, *span.sizes, inputs.scale,
+            D=head_dim, D0=inner.first, D1=inner.second, BM=keys.block_m, BN=keys.block_n, HULL=hull,
+            FIRST=span.first, LAST=span.last, EVEN_KV=kv_len % keys.block_n == 0, TMA=tma, **shared,
+            num_warps=keys.num_warps, num_stages=keys.num_stages,
+        )  # fmt: skip
+        if scratch is not None and result.query is not None:
+            _query_gradient(inputs, span, scratch, result.query, config.query, tma, seen, integer, keys_first=True)
+
+
 class _Span(NamedTuple):
     """One round: lanes [lane0, lane0 + lanes) and rows [row0, row1); first and last band of its head group or not."""
 
@@ -368,16 +432,17 @@ class _Span(NamedTuple):
         return self.q_heads, self.group, self.q_len, self.kv_len
 
 
-def _row_delta(out: Tensor, grad_out: Tensor, grad_lse: Tensor | None, lse: Tensor) -> Tensor:
-    delta = torch.empty_like(lse)
+def _row_delta(out: Tensor, grad_out: Tensor, grad_lse: Tensor | None, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """(delta, pivot), fp32 [B, Hq, Nq]: see the kernel."""
+    delta, pivot = torch.empty_like(lse), torch.empty_like(lse)
     q_heads, q_len = lse.shape[1:]
     rows = 32
     device.row_delta[(lse.shape[0] * q_heads * -(-q_len // rows),)](
-        out, grad_out, grad_lse, delta, _units(out), _units(grad_out),
+        out, grad_out, grad_lse, lse, delta, pivot, _units(out), _units(grad_out),
         (0, 0, 0) if grad_lse is None else _plain(grad_lse), q_heads, q_len,
         D=out.shape[3], BM=rows, BD=128, INT=index_type(out, grad_out, lse, grad_lse), num_warps=4,
     )  # fmt: skip
-    return delta
+    return delta, pivot
 
 
 def _sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
