@@ -8,6 +8,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import importlib
+import itertools
 import math
 import multiprocessing
 import time
@@ -39,6 +40,7 @@ Mask = Literal[
     "lower right",
     "packed",  # documents end to end, an empty one among them
     "holes",  # causal, keys missing on the left and in the middle
+    "far apart",  # even rows see the first keys, odd rows the last: most keys between them are seen by none
 ]
 Layout = Literal["BHND", "BNHD", "fused", "expanded", "unaligned"]
 
@@ -118,6 +120,7 @@ _FEATURES: tuple[dict[str, Any], ...] = (
     {"mask": "lower right", "q_len": 200, "kv_len": 520},
     {"mask": "packed", "q_len": 400, "kv_len": 450},
     {"mask": "holes", "batch": 2, "kv_heads": 2},
+    {"mask": "far apart", "kv_heads": 2, "kv_len": 520},
     {"softcap": 5.0, "mask": "causal"},
     {"sinks": True, "grad_lse": True, "mask": "causal"},
     {"sinks": True, "softcap": 5.0, "dropout_p": 0.2, "mask": "window", "kv_heads": 2, "grad_lse": True},
@@ -128,6 +131,7 @@ _FEATURES: tuple[dict[str, Any], ...] = (
     {"layout": "unaligned"},
     {"broadcast_grad": True, "mask": "causal"},
 )
+_INTERVALS: tuple[Mask, ...] = ("window", "packed", "holes", "far apart")
 _HEAD_DIMS = (64, 72, 96, 128, 192, 200, 256, 320, 384, 448, 512, 576, 640, 768, 1024)
 
 
@@ -147,6 +151,10 @@ def grid(interpreted: bool = False) -> tuple[Check, ...]:
     ]
     for head_dim, dtype in ((512, half[0]), (128, half[1])):
         checks += [replace(Check(dtype, head_dim), **feature) for feature in _FEATURES]
+    checks += [
+        replace(Check(half[index % 2], head_dim, 600, 700, kv_heads=2), mask=mask)
+        for index, (head_dim, mask) in enumerate(itertools.product((64, 192, 256), _INTERVALS))
+    ]
     checks += [Check(half[0], 512, 2048, 2048), Check(half[0], 256, 2048, 2048, mask="window", kv_heads=2)]
     return tuple(checks)
 
@@ -191,7 +199,7 @@ def _build(check: Check, device: torch.device) -> _Problem:
         inputs.bias = normal(1, 1, q_len, kv_len)
         inputs.bias[:, :, ::7] = torch.finfo(check.dtype).min
         inputs.bias[:, :, 3::11] = -torch.inf
-    elif check.mask in ("window", "lower right", "packed", "holes"):
+    elif check.mask in ("window", "lower right", "packed", "holes", "far apart"):
         _intervals(check, inputs, chance)
     if check.sinks:
         inputs.sinks = normal(heads, dtype=torch.float32)
@@ -240,6 +248,9 @@ def _intervals(check: Check, inputs: AttentionInputs, chance: Callable[..., Tens
         first_q, first_k = q_len // 3, kv_len // 4
         start = torch.where(row < first_q, 0, kv_len // 2)
         end = torch.where(row < first_q, first_k, torch.where(row < q_len - 5, kv_len, 0))
+    elif check.mask == "far apart":
+        start = row % 2 * (kv_len - 20)
+        end = start + 20
     else:
         start, end = torch.zeros_like(row), row + 1
         inputs.key_mask = chance(0.8, check.batch, kv_len)

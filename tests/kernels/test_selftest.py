@@ -220,7 +220,7 @@ def test_grid_covers_the_promised_features():
 def test_block_ranges_are_those_of_the_masks():
     from ffpa_hf.masks import RowIntervals
 
-    for mask in ("window", "lower right", "packed", "holes"):
+    for mask in ("window", "lower right", "packed", "holes", "far apart"):
         inputs = selftest._build(Check(torch.float16, 64, 200, 260, mask=mask, batch=1), CPU).inputs
         start, end = RowIntervals(inputs.row_start, inputs.row_end).query_ranges(260)
         assert torch.equal(inputs.block_start.clamp(max=200), start), mask

@@ -34,6 +34,31 @@ def nan_memory():
     torch.use_deterministic_algorithms(before)
 
 
+@pytest.fixture(params=["fused", "materialised"])
+def scheme(request, device, monkeypatch):
+    """Which of the two backward schemes serves a call that both can: the tables choose the fused one."""
+    target = launch.target_of(torch.device(device))
+    itemsize = DTYPE.itemsize
+
+    def fits(config, head_dim):
+        return configs.is_legal(config, head_dim, target.smem_limit, itemsize, target.tma)
+
+    fused = configs._FUSED_BACKWARD_TMA * target.tma + configs._FUSED_BACKWARD_PLAIN
+    materialised = configs._BACKWARD_TMA * target.tma + configs._BACKWARD_PLAIN
+    if request.param == "fused":
+        rows = [config for limit, config in fused if limit <= 128]
+    else:
+        rows = list(materialised)
+    choose = configs.choose_backward
+
+    def chosen(head_dim, *limits):
+        busy = limits[-1]
+        return choose(head_dim, *limits) if busy else next(config for config in rows if fits(config, head_dim))
+
+    monkeypatch.setattr(configs, "choose_backward", chosen)
+    return request.param
+
+
 def make(device, *, batch=1, heads=2, kv_heads=1, q_len=96, kv_len=160, head_dim=64, dtype=DTYPE, **fields):
     def draw(n_heads, length):
         return torch.randn(batch, n_heads, length, head_dim, device=device).to(dtype)
@@ -250,6 +275,7 @@ def _interval_cases(device, q_len, kv_len):
         "out of range": RowIntervals(rows - 50, rows * 4 + 10),
         "some rows see nothing": RowIntervals(rows, torch.where(rows % 40 < 35, rows + 3, rows - 2).to(torch.int32)),
         "nothing": RowIntervals(rows, rows),
+        "far apart": RowIntervals(rows % 2 * (kv_len - 9), rows % 2 * (kv_len - 9) + 9),
         "per batch item": RowIntervals(ragged.to(torch.int32), (ragged + 40).to(torch.int32)),
     }
 
@@ -258,13 +284,13 @@ INTERVALS = sorted(_interval_cases("cpu", 96, 160))
 
 
 @pytest.mark.parametrize("kind", INTERVALS)
-def test_row_intervals(device, kind):
+def test_row_intervals(device, kind, scheme):
     inputs = make(device, q_len=150, kv_len=150 if kind == "documents" else 200, heads=1, batch=2)
     intervals = _interval_cases(device, 150, inputs.key.shape[2])[kind]
     check(with_intervals(inputs, intervals), grad_lse=True)
 
 
-def test_blocks_outside_every_interval_are_never_read(device):
+def test_blocks_outside_every_interval_are_never_read(device, scheme):
     """Keys that no row sees may hold anything: their blocks are skipped, forward and backward."""
     inputs = make(device, batch=1, q_len=96, kv_len=512)
     rows = torch.arange(96, dtype=torch.int32, device=device)[None]
@@ -284,7 +310,7 @@ def test_blocks_outside_every_interval_are_never_read(device):
         assert torch.equal(clean, poisoned)
 
 
-def test_intervals_without_query_ranges_are_right_too(device):
+def test_intervals_without_query_ranges_are_right_too(device, scheme):
     inputs = make(device, q_len=130, kv_len=200)
     inputs = with_intervals(inputs, RowIntervals.sliding_window(130, 200, 20, device))
     check(replace(inputs, block_start=None, block_end=None))
@@ -468,51 +494,54 @@ def test_no_keys_but_a_sink(device):
 # --- backward: bands, subsets, determinism ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("case", "limit_kb"), [("plain", 1), ("causal", 200), ("window", 200), ("causal", 400), ("window", 600)]
-)
-def test_every_way_of_dividing_the_scratch_gives_the_gradients(device, case, limit_kb, monkeypatch):
+# Scratch in KiB that holds rows of one head, one head, and one group of the case below; P and dS take twice as much.
+@pytest.mark.parametrize(("case", "limit_kb"), [("plain", 1), ("causal", 100), ("window", 100), ("causal", 200),
+                                                ("window", 300)])  # fmt: skip
+def test_every_way_of_dividing_the_scratch_gives_the_gradients(device, case, limit_kb, scheme, monkeypatch):
     inputs = make(device, heads=4, kv_heads=2, q_len=200, kv_len=120, is_causal=case == "causal")
     if case == "window":
         inputs = with_intervals(inputs, RowIntervals.sliding_window(200, 120, 30, device))
     plans = []
+    divide = configs.plan_backward
 
-    def limited(config, shape, itemsize, needs, workspace_mb):
-        plan = configs.plan_backward(
-            *shape, itemsize=itemsize, matrices=2, partials=2,
-            row_tile=max(config.scores.block_m, config.query.block),
-            key_tile=max(config.scores.block_n, config.key.block),
-            limit=limit_kb * 1024 * itemsize // 4,
-        )  # fmt: skip
-        plans.append(plan)
-        return plan
+    def limited(*shape, itemsize, matrices, **rest):
+        rest["limit"] = limit_kb * 1024 * itemsize // 4 * matrices
+        plans.append(divide(*shape, itemsize=itemsize, matrices=matrices, **rest))
+        return plans[-1]
 
-    monkeypatch.setattr(configs, "plan_for", limited)
+    monkeypatch.setattr(configs, "plan_backward", limited)
     check(inputs)
     (plan,) = plans
     assert len(plan.rounds) > 1
-    assert plan.banded == (limit_kb < 600)
+    assert plan.banded == (limit_kb < 300)
 
 
-def test_only_the_gradients_asked_for(device):
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_only_the_gradients_asked_for(device, with_bias):
     inputs = make(device, sinks=torch.zeros(2, device=device))
-    inputs = replace(inputs, bias=torch.randn(1, 2, 96, 160, device=device))
+    if with_bias:
+        inputs = replace(inputs, bias=torch.randn(1, 2, 96, 160, device=device))
     out, lse, stats = triton.forward(inputs, TritonBackend())
     grad_out = torch.randn_like(out)
-    everything = triton.backward(inputs, out, lse, stats, grad_out, None, (True,) * 5, TritonBackend())
+    all_needs = (True, True, True, with_bias, True)
+    everything = triton.backward(inputs, out, lse, stats, grad_out, None, all_needs, TritonBackend())
     for wanted in range(5):
+        if not all_needs[wanted]:
+            continue
         needs = tuple(index == wanted for index in range(5))
         alone = triton.backward(inputs, out, lse, stats, grad_out, None, needs, TritonBackend())
         assert [gradient is not None for gradient in alone] == list(needs)
         assert torch.equal(alone[wanted], everything[wanted])
 
 
-def test_backward_is_the_same_bit_for_bit_every_time(device):
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_backward_is_the_same_bit_for_bit_every_time(device, with_bias):
     inputs = make(device, heads=4, kv_heads=2, is_causal=True)
-    inputs = replace(inputs, bias=torch.randn(1, 1, 1, 160, device=device))
+    if with_bias:
+        inputs = replace(inputs, bias=torch.randn(1, 1, 1, 160, device=device))
     out, lse, stats = triton.forward(inputs, TritonBackend())
     grad_out = torch.randn_like(out)
-    needs = (True, True, True, True, False)
+    needs = (True, True, True, with_bias, False)
     first = triton.backward(inputs, out, lse, stats, grad_out, None, needs, TritonBackend())
     for _ in range(20 if ON_GPU else 1):
         again = triton.backward(inputs, out, lse, stats, grad_out, None, needs, TritonBackend())
@@ -618,6 +647,28 @@ def test_every_backward_config_is_right(device, config, monkeypatch):
     inputs = replace(inputs, bias=torch.randn(1, 2, 150, 300, device=device))
     target = launch.target_of(torch.device(device))
     if not configs.is_legal(config, 72, target.smem_limit, inputs.query.element_size(), target.tma):
+        pytest.skip("this config does not fit this GPU")
+    monkeypatch.setattr(configs, "choose_backward", lambda *_: config)
+    check(inputs)
+
+
+def _fused_rows():
+    tables = configs._FUSED_BACKWARD_TMA + configs._FUSED_BACKWARD_PLAIN
+    return sorted({config for _, config in tables}, key=repr)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", _fused_rows(), ids=str)
+@pytest.mark.parametrize("case", ["causal", "window"])
+@pytest.mark.parametrize("head_dim", [72, 192])
+def test_every_fused_backward_config_is_right(device, config, case, head_dim, monkeypatch):
+    inputs = make(
+        device, head_dim=head_dim, batch=1, heads=4, kv_heads=2, q_len=150, kv_len=300, is_causal=case == "causal"
+    )
+    if case == "window":
+        inputs = with_intervals(inputs, RowIntervals.sliding_window(150, 300, 70, device, lower_right=True))
+    target = launch.target_of(torch.device(device))
+    if not configs.is_legal(config, head_dim, target.smem_limit, inputs.query.element_size(), target.tma):
         pytest.skip("this config does not fit this GPU")
     monkeypatch.setattr(configs, "choose_backward", lambda *_: config)
     check(inputs)

@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 
 from ffpa_hf.kernels.triton import configs  # noqa: E402
 
+WITHOUT_PRODUCTS = ("row_delta", "key_reach")
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -40,24 +41,25 @@ def check_memory(rows, target):
 
 
 def test_hopper_kernels_use_its_matrix_units_and_descriptors():
-    rows = compiled("cuda", 90, "72,window,bias,softcap,sinks,dropout", "512,wide,causal,groups")
+    rows = compiled("cuda", 90, "72,window,bias,softcap,sinks,dropout", "512,wide,causal,groups", "256,window,groups")
     check_memory(rows, configs.target_for((9, 0)))
     names = {row["kernel"] for row in rows}
     assert names == {
         "attention_forward", "forward_scores", "forward_product", "row_delta", "backward_scores", "gradient_query",
-        "gradient_key", "gradient_bias",
+        "gradient_key", "gradient_bias", "key_reach", "gradient_key_value",
     }  # fmt: skip
     for row in rows:
-        if row["kernel"] != "row_delta":
+        if row["kernel"] not in WITHOUT_PRODUCTS:
             assert row["wgmma"] > 0 and row["tma"] > 0 and row["mma"] == 0, row
 
 
 def test_the_same_source_compiles_without_descriptors():
-    rows = compiled("cuda", 89, "320,causal,mask,fp16")
+    rows = compiled("cuda", 89, "320,causal,mask,fp16", "128,window")
+    assert "gradient_key_value" in {row["kernel"] for row in rows}
     check_memory(rows, configs.target_for((8, 9)))
     for row in rows:
         assert row["wgmma"] == 0 and row["tma"] == 0
-        assert (row["mma"] > 0) == (row["kernel"] != "row_delta"), row
+        assert (row["mma"] > 0) == (row["kernel"] not in WITHOUT_PRODUCTS), row
 
 
 FEATURES = ("", ",causal,groups", ",window,sinks", ",mask,softcap,fp16", ",bias,dropout")

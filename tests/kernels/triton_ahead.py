@@ -125,6 +125,7 @@ def watch() -> None:
     for holder, names in (
         (launch, ("attention_forward", "forward_scores", "forward_product")),
         (launch.device, ("row_delta", "backward_scores", "gradient_query", "gradient_key", "gradient_bias")),
+        (launch.fused, ("key_reach", "gradient_key_value")),
     ):
         for name in names:
             setattr(holder, name, Compiled(name, getattr(holder, name)))

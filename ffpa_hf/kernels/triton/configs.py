@@ -39,7 +39,8 @@ def target_for(capability: tuple[int, int] | None, is_rocm: bool = False) -> Tar
 @dataclass(frozen=True)
 class ForwardConfig:
     """block_m query rows and block_n keys per step; chunk: query columns multiplied at a time, 0 for all at once;
-    width: most output columns of one program."""
+    width: most output columns of one program. phased: with intervals, three loops over the keys of which the middle one
+    tests no element, else a single one that tests all (a short range then fills its pipeline once)."""
 
     block_m: int
     block_n: int
@@ -47,6 +48,7 @@ class ForwardConfig:
     width: int
     num_warps: int
     num_stages: int
+    phased: bool = True
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ def attention_forward(
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, CHUNK: tl.constexpr,
     W0: tl.constexpr, W1: tl.constexpr, SLICES: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
-    CAUSAL: tl.constexpr, EVEN_KV: tl.constexpr, POSITIVE: tl.constexpr,
+    CAUSAL: tl.constexpr, EVEN_KV: tl.constexpr, POSITIVE: tl.constexpr, PHASED: tl.constexpr,
     TMA: tl.constexpr, INT: tl.constexpr,
 ):  # fmt: skip
     """q [B, Hq, Nq, D], k and v [B, Hkv, Nkv, D], each the three fields of an `Operand`, to out [B, Hq, Nq, D].
@@ -43,7 +43,8 @@ def attention_forward(
     lse fp32 [B, Hq, Nq]; stats fp32 [2, B, Hq, Nq] or None (row maximum, log2 of the sum relative to it); sinks fp32
     [Hq] or None. The query width D is multiplied whole, as D0 + D1 columns, or in CHUNK columns at a time when CHUNK is
     not 0. Output columns: SLICES programs of W0 + W1 columns each, every one making the scores for itself.
-    POSITIVE: scale > 0, which lets the maximum be taken before scaling.
+    POSITIVE: scale > 0, which lets the maximum be taken before scaling. PHASED: a loop each for the keys before, inside
+    and after the range that all rows of a tile see, so that only border blocks test elements; else one loop that tests.
     """
     q = Operand(q, q_tail, q_strides[0:3])
     k = Operand(k, k_tail, k_strides[0:3])
@@ -88,8 +89,11 @@ def attention_forward(
         m = tl.zeros([BM], tl.float32) + sink
         l = tl.where(m == float("-inf"), 0.0, 1.0)  # noqa: E741
 
-    for phase in tl.static_range(3):
-        if phase == 0:
+    for phase in tl.static_range(3 if PHASED else 1):
+        if not PHASED:
+            first = begin
+            last = stop
+        elif phase == 0:
             first = begin
             last = full
         elif phase == 1:
@@ -98,7 +102,7 @@ def attention_forward(
         else:
             first = tested
             last = stop
-        if (phase == 0 and INTERVALS) or phase == 1 or (phase == 2 and (RANGES or not EVEN_KV)):
+        if (phase == 0 and (INTERVALS or not PHASED)) or phase == 1 or (phase == 2 and (RANGES or not EVEN_KV)):
             for n in tl.range(first, last, BN):
                 # s [BM, BN] = q k^T
                 if CHUNK == 0:

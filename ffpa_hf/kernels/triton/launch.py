@@ -127,6 +127,7 @@ def _fused_forward(
         W0=columns.first, W1=columns.second, SLICES=columns.slices,
         BM=config.block_m, BN=config.block_n,
         CAUSAL=inputs.is_causal, EVEN_KV=kv_len % config.block_n == 0, POSITIVE=positive,
+        PHASED=config.phased or inputs.row_start is None,
         TMA=tma, INT=index_type(query, key, value, out, lse, inputs.mask, inputs.bias),
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
