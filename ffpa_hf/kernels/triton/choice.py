@@ -20,7 +20,7 @@ from ffpa_hf.kernels.tuning.tiles import Bucket, Direction, Mode, Problem
 Tiles = Any
 
 _FORWARD = ("ForwardConfig", "WideConfig")
-_BACKWARD = ("BackwardConfig",)
+_BACKWARD = ("BackwardConfig", "FusedBackwardConfig")
 _KINDS: dict[Direction, tuple[str, ...]] = {"forward": _FORWARD, "backward": _BACKWARD}
 
 
@@ -121,6 +121,8 @@ def _read(bucket: Bucket, target: configs.Target, device_name: str) -> Choice | 
     config = decode(kept[0]["tiles"], _KINDS[bucket.direction])
     if config is None or not configs.is_legal(config, bucket.head_dim, target.smem_limit, 2, target.tma):
         return None
+    if bucket.busy and isinstance(config, configs.FusedBackwardConfig):  # its kernel knows ranges only
+        return None
     return Choice(config, kept[1])
 
 
@@ -148,6 +150,9 @@ def _build(kind: type, values: Any) -> Tiles | None:
         value = values[field.name]
         if field.type in ("int", int):
             if type(value) is not int or value < 0:
+                return None
+        elif field.type in ("bool", bool):
+            if type(value) is not bool:
                 return None
         else:
             value = _build(getattr(configs, str(field.type)), value)

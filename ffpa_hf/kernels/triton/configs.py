@@ -438,6 +438,14 @@ def choose_backward(
         for limit, fused in (_FUSED_BACKWARD_TMA if tma else ()) + _FUSED_BACKWARD_PLAIN:
             if head_dim <= limit and is_legal(fused, head_dim, smem_limit, itemsize, tma):
                 return fused
+    return choose_materialised(head_dim, smem_limit, itemsize, tma, busy)
+
+
+@functools.lru_cache(maxsize=1024)
+def choose_materialised(
+    head_dim: int, smem_limit: int, itemsize: int = 2, tma: bool = False, busy: bool = False
+) -> BackwardConfig:
+    """The config of the backward that keeps P and dS, which serves every call. Raises as `choose_backward`."""
     for config in (_BACKWARD_TMA if tma else ()) + _BACKWARD_PLAIN:
         if is_legal(config, head_dim, smem_limit, itemsize, tma):
             return replace(config, scores=replace(config.scores, num_warps=8)) if busy and tma else config

@@ -7,6 +7,7 @@ choice.py`, which asks this module at most once per bucket.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import itertools
 import sys
@@ -20,7 +21,15 @@ from torch import Tensor
 from ffpa_hf import settings
 from ffpa_hf.kernels.common import AttentionInputs
 from ffpa_hf.kernels.triton import choice, configs
-from ffpa_hf.kernels.triton.configs import BackwardConfig, ForwardConfig, ProductConfig, ScoresConfig, WideConfig
+from ffpa_hf.kernels.triton.configs import (
+    BackwardConfig,
+    ForwardConfig,
+    FusedBackwardConfig,
+    KeyValueConfig,
+    ProductConfig,
+    ScoresConfig,
+    WideConfig,
+)
 from ffpa_hf.kernels.tuning import clock, store, tiles
 from ffpa_hf.kernels.tuning.tiles import Bucket, Direction, Mode, Problem
 from ffpa_hf.masks import RowIntervals
@@ -73,6 +82,11 @@ _PRODUCTS = (
     ProductConfig(128, 128, 64, 8, 3),
     ProductConfig(128, 128, 64, 4, 3),
 )
+_KEYS = (
+    KeyValueConfig(64, 64, 4, 2),
+    KeyValueConfig(64, 64, 8, 2),
+    KeyValueConfig(64, 128, 8, 2),
+)
 
 
 def candidates(bucket: Bucket, target: configs.Target, mode: Mode) -> tuple[Any, ...]:
@@ -84,6 +98,9 @@ def candidates(bucket: Bucket, target: configs.Target, mode: Mode) -> tuple[Any,
     ruled = choice.by_rule(bucket.direction, problem_of(bucket), target)
     if bucket.direction == "backward":
         found = _backwards(ruled, mode)
+        if not bucket.busy:
+            materialised = configs.choose_materialised(bucket.head_dim, target.smem_limit, 2, target.tma)
+            found = itertools.chain(_fused_backwards(ruled, mode), _backwards(materialised, mode))
     elif bucket.q_len <= 16:
         found = itertools.chain(_FEW_ROWS, _fused_grid((16, 32)) if mode == "max" else ())
     else:
@@ -132,6 +149,20 @@ def _backwards(ruled: BackwardConfig, mode: Mode) -> Iterator[BackwardConfig]:
         yield replace(ruled, key=product)
 
 
+def _keys_grid() -> Iterator[KeyValueConfig]:
+    grid = itertools.product((32, 64, 128), (32, 64, 128), (4, 8), (1, 2, 3))
+    return (KeyValueConfig(*fields) for fields in grid)
+
+
+def _fused_backwards(ruled: Any, mode: Mode) -> Iterator[FusedBackwardConfig]:
+    if not isinstance(ruled, FusedBackwardConfig):
+        return
+    for keys in _KEYS if mode == "fast" else _keys_grid():
+        yield replace(ruled, keys=keys)
+    for product in _PRODUCTS if mode == "fast" else _products_grid():
+        yield replace(ruled, query=product)
+
+
 def _plain(config: Any, head_dim: int) -> Any:
     """A config with widths as they come out at a head dim: two that launch alike are one candidate."""
     if isinstance(config, (ForwardConfig, ProductConfig)):
@@ -142,6 +173,8 @@ def _plain(config: Any, head_dim: int) -> Any:
         return replace(config, product=_plain(config.product, head_dim))
     if isinstance(config, BackwardConfig):
         return replace(config, query=_plain(config.query, head_dim), key=_plain(config.key, head_dim))
+    if isinstance(config, FusedBackwardConfig):
+        return replace(config, query=_plain(config.query, head_dim))
     return config
 
 
@@ -288,12 +321,8 @@ def tune(
 
 def _joined(timed: dict[Any, Any], ruled: Any) -> list[Any]:
     """Configs that join the fastest of each part that was varied alone."""
-    if isinstance(ruled, BackwardConfig):
-        parts: dict[str, Any] = {}
-        for name in ("scores", "query", "key"):
-            alone = [c for c in timed if replace(c, **{name: getattr(ruled, name)}) == ruled]
-            parts[name] = getattr(min(alone, key=lambda c: timed[c].estimate), name)
-        return [replace(ruled, **parts), replace(ruled, query=parts["query"], key=parts["key"])]
+    if isinstance(ruled, (BackwardConfig, FusedBackwardConfig)):
+        return [*_best_parts(timed, BackwardConfig, "scores"), *_best_parts(timed, FusedBackwardConfig, "keys")]
     wide = [config for config in timed if isinstance(config, WideConfig)]
     products: dict[ScoresConfig, list[WideConfig]] = {}
     for config in wide:
@@ -304,6 +333,18 @@ def _joined(timed: dict[Any, Any], ruled: Any) -> list[Any]:
     product = min(compared, key=lambda c: timed[c].estimate).product
     scores = min(products, key=lambda s: timed[products[s][0]].estimate)
     return [WideConfig(scores, replace(product, block=scores.block_m))]
+
+
+def _best_parts(timed: dict[Any, Any], kind: type, main: str) -> list[Any]:
+    """Configs of a kind that join the fastest of each part that was varied alone, with its main kernel and without."""
+    tried = [config for config in timed if type(config) is kind]
+    if not tried:
+        return []
+    base, parts = tried[0], {}
+    for field in dataclasses.fields(base):
+        alone = [c for c in tried if replace(c, **{field.name: getattr(base, field.name)}) == base]
+        parts[field.name] = getattr(min(alone, key=lambda c: timed[c].estimate), field.name)
+    return [replace(base, **parts), replace(base, **{**parts, main: getattr(base, main)})]
 
 
 def _target_of(device: torch.device) -> configs.Target:
