@@ -29,7 +29,8 @@ $(STAMP): pyproject.toml constraints.txt
 test: $(STAMP) ## the whole suite on the CPU, Triton kernels in Triton's interpreter
 	$(PYTEST_CPU) -m "not slow" $(ARGS)
 
-test-slow: $(STAMP) ## the large grids, minutes each
+test-slow: $(STAMP) ## the large grids, every example and notebook; installs TRL and Jupyter first
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev,trl,notebooks]'
 	$(PYTEST_CPU) -m slow $(ARGS)
 
 # The same environment with another transformers, and what that needs, laid over it.

@@ -37,7 +37,7 @@ TIMES_SDPA_ERROR = 2.0
 
 @dataclass(frozen=True)
 class Recipe:
-    """Sizes of the model and of the training run. Tokens are bytes.
+    """Sizes of the model and of the training run. Tokens are bytes, unless a larger vocabulary is given.
 
     learning_rate is reached after five steps; it is low enough that rounding is not amplified into another curve.
     """
@@ -55,6 +55,7 @@ class Recipe:
     learning_rate: float
     sliding_head_dim: int = 256
     global_head_dim: int = 512
+    vocabulary: int = 256
 
 
 ON_CPU = Recipe(
@@ -143,7 +144,7 @@ def write_checkpoint(recipe: Recipe, folder: Path, seed: int) -> None:
         "full_attention" if (i + 1) % recipe.global_every == 0 else "sliding_attention" for i in range(recipe.layers)
     ]
     config = Gemma4TextConfig(
-        vocab_size=256,
+        vocab_size=recipe.vocabulary,
         hidden_size=recipe.hidden,
         intermediate_size=recipe.intermediate,
         num_hidden_layers=recipe.layers,
