@@ -57,6 +57,10 @@ class Route:
                 "backward_backend='cuda': the CUDA backend has no backward; use 'triton', 'cute' or 'sdpa'."
             )
 
+    def for_length(self, kv_len: int) -> Route:
+        """The route of a call with so many keys: this one, whatever their number."""
+        return self
+
 
 class Candidate(NamedTuple):
     """One backend's answer to one call."""

@@ -6,7 +6,7 @@ Counts plans, never tensors; adds nothing under torch.compile. Knows neither tra
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,10 +30,13 @@ class CallSite:
 
 
 class Report:
-    """Rows of `CallSite`; `str()` is a table."""
+    """Rows of `CallSite`; `str()` is a table.
 
-    def __init__(self, rows: list[CallSite]) -> None:
-        self.rows = rows
+    uncalled: one row without calls for each attention module that no row speaks of; `reason` says what stands on it.
+    """
+
+    def __init__(self, rows: list[CallSite], uncalled: list[CallSite] | None = None) -> None:
+        self.rows, self.uncalled = rows, uncalled or []
 
     def __iter__(self) -> Iterator[CallSite]:
         return iter(self.rows)
@@ -50,7 +53,7 @@ class Report:
 
     def __str__(self) -> str:
         if not self.rows:
-            return "No attention call was counted."
+            return "\n".join(["No attention call was counted.", *self._waiting()])
         head = ("module", "class", "calls", "served by", "backward", "shapes", "why")
         lines = [
             (row.module_name or "-", row.module_class, str(row.calls), row.backend, row.backward, row.shape, row.reason)
@@ -60,7 +63,17 @@ class Report:
         return "\n".join(
             "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
             for line in (head, *lines)
-        )
+        ) + "".join(f"\n{line}" for line in self._waiting())
+
+    def _waiting(self) -> list[str]:
+        """The uncalled modules, those of one state in one line."""
+        states: dict[str, list[str]] = {}
+        for row in self.uncalled:
+            states.setdefault(row.reason, []).append(row.module_name or row.module_class)
+        return [
+            f"{reason}: {len(names)} module{'s' * (len(names) > 1)}, from {names[0]}"
+            for reason, names in states.items()
+        ]
 
 
 class _Tally:
@@ -89,6 +102,8 @@ _Key = tuple[str, str, str, str]  # shape with a place for the lengths, backend,
 _by_module: weakref.WeakKeyDictionary[Module, dict[_Key, _Tally]] = weakref.WeakKeyDictionary()
 _not_accelerated: weakref.WeakKeyDictionary[Module, str] = weakref.WeakKeyDictionary()
 _total: dict[_Key, _Tally] = {}
+#: Each says what stands on an attention module of its library, or None of a module that is none.
+_describers: list[Callable[[Module], str | None]] = []
 
 
 def record(plan: Plan, site: Module | None = None) -> None:
@@ -109,6 +124,12 @@ def _count(counts: dict[_Key, _Tally], key: _Key, q_len: int, kv_len: int) -> No
 def not_accelerated(module: Module, reason: str) -> None:
     """Note that a module computes attention which ffpa_hf leaves alone, and why."""
     _not_accelerated[module] = reason
+
+
+def add_describer(describe: Callable[[Module], str | None]) -> None:
+    """Let a library's patch say what stands on its attention modules before any call. Idempotent."""
+    if describe not in _describers:
+        _describers.append(describe)
 
 
 def forget(model_or_pipeline: Any) -> None:
@@ -133,7 +154,7 @@ def report(model_or_pipeline: Any = None) -> Report:
     """
     if model_or_pipeline is None:
         return Report([_row("", "", key, tally) for key, tally in _total.items()])
-    rows = []
+    rows, uncalled = [], []
     for prefix, module in _modules(model_or_pipeline):
         for name, child in module.named_modules():
             full = ".".join(part for part in (prefix, name) if part)
@@ -141,7 +162,10 @@ def report(model_or_pipeline: Any = None) -> Report:
                 rows.append(_row(full, type(child).__name__, key, tally))
             if child in _not_accelerated:
                 rows.append(CallSite(full, type(child).__name__, "", "native", "native", _not_accelerated[child], 0))
-    return Report(rows)
+            elif child not in _by_module:
+                for state in filter(None, (describe(child) for describe in _describers)):
+                    uncalled.append(CallSite(full, type(child).__name__, "", "", "", state, 0))
+    return Report(rows, uncalled)
 
 
 def _row(name: str, kind: str, key: _Key, tally: _Tally) -> CallSite:

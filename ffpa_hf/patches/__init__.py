@@ -10,6 +10,7 @@ import functools
 import importlib
 import sys
 import warnings
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,6 +26,8 @@ _TRIGGERS = {
     "transformers": "transformers.modeling_utils",
     "diffusers": "diffusers.utils.constants",  # the first to load: it reads DIFFUSERS_ATTN_BACKEND
 }
+#: What the last `enable` of a model or pipeline asked for, until `disable`.
+_options: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
 _hooked: set[str] = set()
 _active = False
 
@@ -97,21 +100,34 @@ def enable(
     patch = _owner(model_or_pipeline)
     forget(model_or_pipeline)
     patch.enable(model_or_pipeline, route, **more)
+    _options[model_or_pipeline] = {
+        "backend": backend,
+        "forward_backend": forward_backend,
+        "backward_backend": backward_backend,
+        "strict": strict,
+        **more,
+    }
     return model_or_pipeline
 
 
 def disable(model_or_pipeline: Any) -> Any:
     """Undo `enable`: the very objects and settings that were there before; returns the model or pipeline."""
     _owner(model_or_pipeline).disable(model_or_pipeline)
+    _options.pop(model_or_pipeline, None)
     forget(model_or_pipeline)
     return model_or_pipeline
 
 
 @contextlib.contextmanager
 def enabled(model_or_pipeline: Any, **options: Any) -> Iterator[Any]:
-    """`enable` for the length of a `with` block, undone also after an exception."""
-    enable(model_or_pipeline, **options)
+    """`enable` for the length of a `with` block, undone also after an exception.
+
+    Inside another such block, or after `enable`, what those asked for holds again afterwards.
+    """
+    before = _options.get(model_or_pipeline)
     try:
-        yield model_or_pipeline
+        yield enable(model_or_pipeline, **options)
     finally:
         disable(model_or_pipeline)
+        if before is not None:
+            enable(model_or_pipeline, **before)

@@ -9,14 +9,15 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch.nn import Module
 
 from ffpa_hf.dispatch import Route
-from ffpa_hf.processors import FFPAAttnProcessor, capture, inline, registry
-from ffpa_hf.report import not_accelerated
+from ffpa_hf.processors import FFPAAttnProcessor, capture, fusing, inline, registry
+from ffpa_hf.processors import precision as precisions
+from ffpa_hf.report import add_describer, not_accelerated
 
 _AUTOENCODERS = "diffusers.models.autoencoders"
 
@@ -24,6 +25,31 @@ _AUTOENCODERS = "diffusers.models.autoencoders"
 def register() -> None:
     """Offer the "ffpa" backend and `set_attn_processor` to diffusers, loaded already or later. Idempotent."""
     registry.apply()
+    add_describer(describe)
+
+
+def describe(module: Module) -> str | None:
+    """What stands on an attention module of diffusers, in words; None where it is no such module."""
+    slot = capture.slot_of(module)
+    if slot is not None:
+        return f"accelerated ({capture.how_served(slot)}), not called yet"
+    if not capture.holds_processor(module):
+        return "not accelerated: attention inside forward" if _has_inline(module) else None
+    if not _of_diffusers(module):
+        return None
+    if capture.is_ours(module.processor):
+        return "accelerated, not called yet"
+    if registry.names_our_backend(module.processor):
+        return 'accelerated by set_attention_backend("ffpa"), whose calls report() counts without a module'
+    return f"not accelerated: {type(module.processor).__name__} was not replaced"
+
+
+def _has_inline(module: Module) -> bool:
+    return _of_diffusers(module) and inline.has_inline_attention(module)
+
+
+def _of_diffusers(module: Module) -> bool:
+    return type(module).__module__.startswith("diffusers.")
 
 
 def unregister() -> None:
@@ -45,8 +71,9 @@ def enable(
     vae: bool = True,
     text_encoders: bool = True,
     *,
+    fuse_qkv: bool = False,
     precision: str | None = None,
-    skip_layers: Any = None,
+    skip_layers: Sequence[str | int] | None = None,
     skip_first_steps: int | None = None,
     **more: Any,
 ) -> None:
@@ -56,21 +83,32 @@ def enable(
     FFPAAttnProcessor with `route`, since diffusers writes a model's attention backend and parallelism on it; attention
     written inline is reached too. After an exception nothing is enabled.
 
-    Raises TypeError for an unknown option, NotImplementedError for a precision whose kernels do not exist yet.
+    fuse_qkv: fuse the query, key and value projections of the models that diffusers can fuse; `disable` parts them.
+
+    precision: "fp8" or "fp4" asks for the quantised CUDA kernels, "auto" for FP8 from `precision.LONG` keys on, None
+    leaves the inputs' dtype. It applies to the denoising models of a pipeline (to any single model). skip_layers: names
+    or indices of attention modules that keep the inputs' dtype (`precision.skipped` says how they are read).
+    skip_first_steps: so many steps of the pipeline's scheduler are run in the inputs' dtype; counted from zero at each
+    `set_timesteps`.
+
+    Raises TypeError for an unknown option, ValueError for one that means nothing here (skip_layers that match nothing,
+    skip_first_steps without a scheduler, fuse_qkv where fused projections would be wrong), NotImplementedError for a
+    precision whose kernels do not exist yet.
     """
     if more:
-        known = "backend, forward_backend, backward_backend, strict, vae, text_encoders, precision"
+        known = (
+            "backend, forward_backend, backward_backend, strict, vae, text_encoders, fuse_qkv, precision, skip_layers, "
+            "skip_first_steps"
+        )
         raise TypeError(f"enable has no option {', '.join(map(repr, more))} for diffusers; it has {known}.")
-    if precision is not None:
-        if precision not in ("fp8", "fp4", "auto"):
-            raise ValueError(f"precision={precision!r} is not allowed; use None, 'fp8', 'fp4' or 'auto'.")
-        raise NotImplementedError(f"precision={precision!r}: the quantised kernels are not built yet; use None.")
-    if skip_layers is not None or skip_first_steps is not None:
-        raise ValueError("skip_layers and skip_first_steps choose where a precision applies; give precision with them.")
+    precisions.check(precision, skip_layers, skip_first_steps)
+    models = [(model, name) for model, name in _diffusers_models(obj) if vae or not _is_autoencoder(model, name)]
+    make = _quantising(obj, models, route, precision, skip_layers, skip_first_steps)
     try:
-        for model, name in _diffusers_models(obj):
-            if vae or not _is_autoencoder(model, name):
-                _accelerate(model, _processor(route))
+        for model, name in models:
+            if fuse_qkv:
+                fusing.fuse(model)
+            _accelerate(model, *make(model, name))
         if text_encoders:
             _enable_text_encoders(obj, route)
     except BaseException:
@@ -79,11 +117,14 @@ def enable(
 
 
 def disable(obj: Any) -> None:
-    """Put back the very processors, classes and text encoder settings that were replaced."""
+    """Put back the very processors, classes, projections and text encoder settings that were replaced."""
     for model, _ in _diffusers_models(obj):
         for module in model.modules():
             inline.uninstall_inline(module)
             capture.disable(module)
+        fusing.unfuse(model)
+    if (scheduler := getattr(obj, "scheduler", None)) is not None:
+        precisions.stop_counting(scheduler)
     transformers = _transformers_patch()
     for model in _transformers_models(obj, transformers):
         for module in model.modules():
@@ -92,12 +133,63 @@ def disable(obj: Any) -> None:
             transformers.disable(model)
 
 
+_Owners = tuple[FFPAAttnProcessor, FFPAAttnProcessor, frozenset[str]]
+
+
+def _quantising(
+    obj: Any,
+    models: list[tuple[Module, str]],
+    route: Route,
+    precision: str | None,
+    skip_layers: Sequence[str | int] | None,
+    skip_first_steps: int | None,
+) -> Callable[[Module, str], _Owners]:
+    """Who answers in a model: a plain owner, one for the rest, and the names of the modules that are the first's."""
+    if precision is None:
+        return lambda model, name: (plain := _processor(route), plain, frozenset())
+    quantised, steps = precisions.quantised_route(precision, route), None
+    denoising = {
+        model: tuple(_attention_names(model))
+        for model, name in models
+        if isinstance(obj, Module) or not _is_autoencoder(model, name)
+    }
+    where = [(names, name) for model, name in models if (names := denoising.get(model)) is not None]
+    if strangers := precisions.unmatched(where, skip_layers):
+        some = next((names[0] for names, _ in where if names), "none")
+        raise ValueError(f"skip_layers: {strangers} match no attention module; one is called {some!r}.")
+    if skip_first_steps:
+        scheduler = getattr(obj, "scheduler", None)
+        if not hasattr(scheduler, "set_timesteps") or not hasattr(scheduler, "step"):
+            raise ValueError(
+                f"skip_first_steps={skip_first_steps} counts the steps of a pipeline's scheduler; "
+                f"{type(obj).__name__} has none."
+            )
+        steps = precisions.Steps(skip_first_steps)
+        precisions.count_steps(scheduler, steps)
+
+    def make(model: Module, name: str) -> _Owners:
+        plain = _processor(route)
+        if model not in denoising:
+            return plain, plain, frozenset()
+        skip = precisions.skipped(denoising[model], skip_layers, name)
+        return plain, precisions.QuantisedProcessor(route, quantised, steps), frozenset(skip)
+
+    return make
+
+
+def _attention_names(model: Module) -> Iterator[str]:
+    for name, module in model.named_modules():
+        if capture.holds_processor(module) or inline.has_inline_attention(module):
+            yield name
+
+
 def _processor(route: Route) -> FFPAAttnProcessor:
     return FFPAAttnProcessor(route.backend, route.forward_backend, route.backward_backend, route.strict)
 
 
-def _accelerate(model: Module, owner: FFPAAttnProcessor) -> None:
-    for module in model.modules():
+def _accelerate(model: Module, plain: FFPAAttnProcessor, others: FFPAAttnProcessor, skip: frozenset[str]) -> None:
+    for name, module in model.named_modules():
+        owner = plain if name in skip else others
         if capture.holds_processor(module):
             capture.enable(module, owner)
         elif inline.has_inline_attention(module):

@@ -170,6 +170,14 @@ def disable(module: Module) -> None:
     install(module, before)
 
 
+def put_back(module: Module, processor: Any, slot: Slot | None) -> None:
+    """Give a module the processor and the slot that it had at some time before."""
+    forget(module)
+    if slot is not None:
+        _keep(module, slot)
+    _write(module, processor)
+
+
 def forget(module: Module) -> None:
     """Drop the slot; a processor that stayed in place gets its own class back."""
     slot = slot_of(module)

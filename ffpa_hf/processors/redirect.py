@@ -94,6 +94,7 @@ def serve(
     site: Module | None,
 ) -> Any:
     """One `[B, H, N, D]` call through `attend`, or through F.sdpa where another function mode waits for that call."""
+    route = route.for_length(key.shape[-2])
     busy, _scope.busy = _scope.busy, True
     try:
         if not return_lse and (_watched() or torch.compiler.is_compiling() and _undecidable(query, key, value)):

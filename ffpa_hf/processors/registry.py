@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import wrapt
 
-from ffpa_hf.processors import capture, inline, parallel, redirect
+from ffpa_hf.processors import capture, fusing, inline, parallel, redirect
 from ffpa_hf.processors.generic import FFPAAttnProcessor
 
 logger = logging.getLogger("ffpa_hf")
@@ -109,11 +109,52 @@ def _add_to_attention(module: Any, steps: list[Callable[[], None]]) -> None:
         capture.on_set_attention_slice(self, functools.partial(slice_attention, self, slice_size))
 
     _replace(attention, "set_attention_slice", set_attention_slice, steps)
+    _replace(attention, "fuse_projections", _careful_fusing(attention.fuse_projections), steps)
 
 
 def _add_to_module_mixin(module: Any, steps: list[Callable[[], None]]) -> None:
     mixin = module.AttentionModuleMixin
     _replace(mixin, "set_processor", _remembering_setter(mixin.set_processor), steps)
+    _replace(mixin, "fuse_projections", _careful_fusing(mixin.fuse_projections), steps)
+
+
+# --- fused projections ------------------------------------------------------------------------------------------------
+
+
+def _careful_fusing(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def fuse_projections(self: Any, *args: Any, **kwargs: Any) -> None:
+        if capture.slot_of(self) is not None and (reason := fusing.why_not(self)):
+            raise ValueError(f"fuse_projections: {reason}.")
+        original(self, *args, **kwargs)
+
+    return fuse_projections
+
+
+def _add_to_lora(module: Any, steps: list[Callable[[], None]]) -> None:
+    mixin = module.PeftAdapterMixin
+    for name in ("add_adapter", "load_lora_adapter"):
+        _replace(mixin, name, _careful_adapter(getattr(mixin, name)), steps)
+
+
+def _careful_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
+    """An adapter on projections that are fused would change nothing, silently: say so instead."""
+
+    @functools.wraps(original)
+    def add(self: Any, *args: Any, **kwargs: Any) -> Any:
+        before = set(getattr(self, "peft_config", ()))
+        result = original(self, *args, **kwargs)
+        if not any(capture.slot_of(module) for module in self.modules()):
+            return result
+        if changed := fusing.stale(self):
+            self.delete_adapters([name for name in self.peft_config if name not in before])
+            raise ValueError(
+                f"the adapter changes projections that are fused, such as those of {changed[0]!r}: it would have no "
+                "effect there. Call unfuse_qkv_projections() (after enable(fuse_qkv=True): ffpa_hf.disable) first."
+            )
+        return result
+
+    return add
 
 
 # --- models without set_attn_processor --------------------------------------------------------------------------------
@@ -205,7 +246,7 @@ def _follow_switch(model: Any, backend: Any) -> None:
                 capture.uninstall(module)
         elif slot is None and not hasattr(module.processor, "_attention_backend"):
             capture.install(module, shared)
-        reached = reached or capture.slot_of(module) is not None or _names_our_backend(module.processor)
+        reached = reached or capture.slot_of(module) is not None or names_our_backend(module.processor)
     if wanted and not reached:
         logger.warning(
             'set_attention_backend("ffpa") does nothing for %s: %s.',
@@ -216,7 +257,7 @@ def _follow_switch(model: Any, backend: Any) -> None:
         )
 
 
-def _names_our_backend(processor: Any) -> bool:
+def names_our_backend(processor: Any) -> bool:
     chosen = getattr(processor, "_attention_backend", None)
     return getattr(chosen, "value", chosen) == BACKEND
 
@@ -331,6 +372,7 @@ _ADDITIONS: dict[str, tuple[str, Callable[[Any, list[Callable[[], None]]], None]
     "diffusers.models.attention_processor": ("AttnProcessor2_0", _add_to_attention),
     "diffusers.models.attention": ("AttentionModuleMixin", _add_to_module_mixin),
     "diffusers.models.modeling_utils": ("ModelMixin", _add_to_models),
+    "diffusers.loaders.peft": ("PeftAdapterMixin", _add_to_lora),
     "diffusers.models.attention_dispatch": ("_native_attention", _add_backend),
     "diffusers.hooks._helpers": ("AttentionProcessorRegistry", _add_metadata),
 }

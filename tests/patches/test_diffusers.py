@@ -14,9 +14,8 @@ pytest.importorskip("transformers")
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "processors"))
 
-import diffusers  # noqa: E402
 import diffusers_models as tiny  # noqa: E402
-import transformers  # noqa: E402
+import tiny_pipeline  # noqa: E402
 from diffusers.models import attention_processor as legacy  # noqa: E402
 
 import ffpa_hf  # noqa: E402
@@ -36,61 +35,7 @@ def snapshot(model: Any) -> list[tuple[str, type, int, tuple[str, ...]]]:
 
 @pytest.fixture
 def pipe() -> Any:
-    torch.manual_seed(0)
-    unet = diffusers.UNet2DConditionModel(
-        block_out_channels=(16, 32),
-        layers_per_block=1,
-        sample_size=8,
-        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
-        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
-        cross_attention_dim=32,
-        norm_num_groups=8,
-        attention_head_dim=4,
-    )
-    vae = diffusers.AutoencoderKL(
-        block_out_channels=[16, 32],
-        down_block_types=["DownEncoderBlock2D"] * 2,
-        up_block_types=["UpDecoderBlock2D"] * 2,
-        norm_num_groups=8,
-    )
-    text = transformers.CLIPTextModel(
-        transformers.CLIPTextConfig(
-            hidden_size=32,
-            intermediate_size=37,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            vocab_size=100,
-            bos_token_id=0,
-            eos_token_id=99,
-            pad_token_id=1,
-        )
-    ).eval()
-    pipe = diffusers.StableDiffusionPipeline(
-        vae,
-        text,
-        None,
-        unet,
-        diffusers.DDIMScheduler(clip_sample=False, steps_offset=1),
-        None,
-        None,
-        requires_safety_checker=False,
-    )
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
-
-
-def generate(pipe: Any) -> torch.Tensor:
-    with torch.no_grad():
-        text, nothing = pipe.text_encoder(torch.arange(14).reshape(2, 7))[0].chunk(2)
-        return pipe(
-            prompt_embeds=text,
-            negative_prompt_embeds=nothing,
-            num_inference_steps=2,
-            output_type="pt",
-            generator=torch.Generator().manual_seed(0),
-            height=16,
-            width=16,
-        ).images
+    return tiny_pipeline.build()
 
 
 def test_enable_reaches_every_component_of_a_pipeline_and_disable_gives_everything_back(pipe):
@@ -99,10 +44,10 @@ def test_enable_reaches_every_component_of_a_pipeline_and_disable_gives_everythi
     keys = {name: list(model.state_dict()) for name, model in models.items()}
     implementation = pipe.text_encoder.config._attn_implementation
     with tiny.AttentionOps() as ops:
-        expected = generate(pipe)
+        expected = tiny_pipeline.generate(pipe)
 
     assert ffpa_hf.enable(pipe, backend="triton") is pipe
-    result = generate(pipe)
+    result = tiny_pipeline.generate(pipe)
     rows = ffpa_hf.report(pipe).rows
     assert sum(row.calls for row in rows) == ops.count, "some attention did not go through attend"
     assert {row.module_name.split(".")[0] for row in rows} == set(models)
@@ -115,13 +60,13 @@ def test_enable_reaches_every_component_of_a_pipeline_and_disable_gives_everythi
     ffpa_hf.disable(pipe)
     assert {name: snapshot(model) for name, model in models.items()} == before
     assert pipe.text_encoder.config._attn_implementation == implementation
-    assert torch.equal(generate(pipe), expected)
+    assert torch.equal(tiny_pipeline.generate(pipe), expected)
 
 
 @pytest.mark.parametrize(("option", "left_alone"), [("vae", "vae"), ("text_encoders", "text_encoder")])
 def test_parts_of_a_pipeline_can_be_left_out(pipe, option, left_alone):
     ffpa_hf.enable(pipe, **{option: False})
-    generate(pipe)
+    tiny_pipeline.generate(pipe)
     served = {row.module_name.split(".")[0] for row in ffpa_hf.report(pipe)}
     assert served == {"vae", "text_encoder", "unet"} - {left_alone}
 
@@ -175,6 +120,8 @@ def test_unknown_options_and_precisions_without_kernels_are_refused(pipe):
         ffpa_hf.enable(pipe, precision="int3")
     with pytest.raises(ValueError, match="give precision"):
         ffpa_hf.enable(pipe, skip_first_steps=2)
+    with pytest.raises(ValueError, match="give precision"):
+        ffpa_hf.enable(pipe, skip_layers=["mid_block"])
     with pytest.raises(TypeError, match="neither"):
         ffpa_hf.enable(torch.nn.Linear(2, 2))
     assert snapshot(pipe.unet) == before
