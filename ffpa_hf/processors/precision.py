@@ -13,7 +13,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ffpa_hf.backends import Backend, CUDABackend
+from ffpa_hf.backends import CUDABackend
 from ffpa_hf.dispatch import Route
 from ffpa_hf.processors.capture import is_accelerated, subclass
 from ffpa_hf.processors.generic import FFPAAttnProcessor
@@ -101,7 +101,7 @@ def quantised_route(precision: str, route: Route) -> Route:
 
     Raises ValueError where the route already names another forward.
     """
-    asked = route.forward_backend or route.backend
+    asked: Any = route.forward_backend or route.backend
     if asked is not None and not isinstance(asked, CUDABackend):
         raise ValueError(
             f"precision={precision!r} runs on the CUDA backend's quantised kernels; give it without "
@@ -109,8 +109,7 @@ def quantised_route(precision: str, route: Route) -> Route:
         )
     if precision == "auto" and "fp8" not in BUILT:
         return route
-    kind = "fp4" if precision == "fp4" else "fp8"
-    forward: Backend = dataclasses.replace(asked or CUDABackend(), **{f"enable_{kind}": True})  # type: ignore[type-var]
+    forward = dataclasses.replace(asked or CUDABackend(), enable_fp8=precision != "fp4", enable_fp4=precision == "fp4")
     backward = route.backward_backend
     made = Route(None, forward, backward, route.strict)
     if precision != "auto":
@@ -155,7 +154,8 @@ def count_steps(scheduler: Any, steps: Steps) -> None:
     """Let a scheduler count into `steps`, from zero at each `set_timesteps`. Copies of it count for themselves."""
     stop_counting(scheduler)
     vars(scheduler)[_STEPS] = steps
-    scheduler.__class__ = counting_class(type(scheduler))
+    kind: Any = type(scheduler)
+    scheduler.__class__ = counting_class(kind)
 
 
 def stop_counting(scheduler: Any) -> None:
