@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ffpa_hf import cli_tuning as tuning
+
 if TYPE_CHECKING:
     import torch
 
@@ -61,7 +63,7 @@ def info() -> None:
     from ffpa_hf import settings
     from ffpa_hf.bench.results import versions
     from ffpa_hf.kernels import qualification
-    from ffpa_hf.kernels.tuning import preferences, store
+    from ffpa_hf.kernels.tuning import preferences, store, tiles
 
     console = _console()
 
@@ -97,12 +99,14 @@ def info() -> None:
     directory = store.config_dir()
     problem = store.problem_with(directory)
     measured = preferences.has_table(call.device_name)
+    own, shipped = tiles.counts(call.device_name)
     section(
         "Files",
         [
             ("verdicts and tuned tables", str(directory)),
             ("", "nothing kept there yet" if not directory.exists() else problem or "private to this user"),
-            ("speed table of this device", "shipped" if measured else "none: auto follows its rules of thumb"),
+            ("auto's table of this device", "measured" if measured else "none: auto follows its rules of thumb"),
+            ("tuned Triton tiles", f"{own} buckets of this user, {shipped} shipped, for the present kernels"),
         ],
     )
     current = settings.current()
@@ -281,8 +285,13 @@ def bench(
     name: Annotated[str, typer.Option(help="Name of the results file: <date>-<gpu>-<name>.json.")] = "bench",
     output: Annotated[Path, typer.Option(help="Folder of the results file.")] = Path("benchmarks/results"),
     device: Annotated[str | None, typer.Option(help="cuda, cuda:1 or cpu; default: the first GPU, else cpu.")] = None,
-    seconds: Annotated[float, typer.Option(help="Sampling time per case and direction, over all providers.")] = 2.0,
+    seconds: Annotated[
+        float | None, typer.Option(help="Sampling time per case and direction; default 2, in the sweep 0.2.")
+    ] = None,
     minutes: Annotated[float | None, typer.Option(help="Begin no case later than this.")] = None,
+    check_auto: Annotated[
+        bool, typer.Option("--check-auto", help="Auto against F.sdpa over the sweep; every loser is listed.")
+    ] = False,
     e2e: Annotated[bool, typer.Option("--e2e", help="Whole models with random weights, sdpa against ours.")] = False,
     list_: Annotated[bool, typer.Option("--list", help="List cases and providers, and stop.")] = False,
 ) -> None:
@@ -290,7 +299,8 @@ def bench(
 
     Without --cases: the published set on a GPU, cpu_smoke elsewhere. With --e2e: training steps, diffusion passes, an
     autoencoder and generate() at real dimensions on a GPU, tiny twins of them elsewhere; each result is judged before
-    it is timed, and the exit code is 1 where one is wrong.
+    it is timed, and the exit code is 1 where one is wrong. With --cases sweep: many shapes at a tenth of a second each,
+    for auto's table; with --check-auto: the proof that auto loses nowhere by more than 3%, exit code 1 where it does.
     """
     from ffpa_hf.bench import cases as table
     from ffpa_hf.bench import providers as field
@@ -307,11 +317,16 @@ def bench(
     if e2e:
         if directions:
             raise typer.BadParameter("a model's job has its own directions.", param_hint="--directions")
-        _bench_end_to_end(_words(cases), _words(providers), name, output, target, seconds, minutes)
+        _bench_end_to_end(_words(cases), _words(providers), name, output, target, seconds or 2.0, minutes)
         return
     wanted = _words(cases) or (["kernel"] if target.type == "cuda" else ["cpu_smoke"])
+    if check_auto and not cases:
+        wanted = ["sweep" if target.type == "cuda" else "sweep_tiny"]
     try:
         chosen = table.select(wanted)
+        if check_auto or all(case.id.startswith("sweep_") for case in chosen):
+            tuning.bench_sweep(chosen, _words(providers), name, output, target, seconds, minutes, check_auto)
+            return
         runners = field.select(_words(providers), target)
     except ValueError as problem:
         raise typer.BadParameter(str(problem)) from None
@@ -331,7 +346,7 @@ def bench(
             runners,
             gathered,
             target,
-            seconds=seconds,
+            seconds=2.0 if seconds is None else seconds,
             minutes=minutes,
             on_step=on_step,
             on_case=on_case,
@@ -422,7 +437,7 @@ def _list_bench(console: Any) -> None:
     view = Table("set", "case", "shape", "directions")
     for name, members in table.SETS.items():
         if name.startswith("sweep"):
-            view.add_row(name, f"{len(members)} cases", "head dims, lengths and masks for auto's table", "fwd, bwd")
+            view.add_row(name, f"{len(members)} cases", "head dims, lengths and masks for auto's table", "fwd, fwd+bwd")
             continue
         for case in members:
             view.add_row(name, case.id, case.text(), ", ".join(case.directions))
@@ -463,6 +478,12 @@ def _bench_progress(gathered: Results, total: int, keep: Any) -> tuple[Any, Any,
     console.print(f"{gathered.device}; {', '.join(f'{k} {v}' for k, v in gathered.versions.items())}")
     console.print(gathered.command)
     return progress, lambda text: progress.update(task, description=text), on_case
+
+
+# --- autotune, record -------------------------------------------------------------------------------------------------
+
+app.command()(tuning.autotune)
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(tuning.record)
 
 
 # --- selftest ---------------------------------------------------------------------------------------------------------

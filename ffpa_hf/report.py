@@ -5,20 +5,28 @@ Counts plans, never tensors; adds nothing under torch.compile. Knows neither tra
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import json
+import os
+import tempfile
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.nn import Module
 
 if TYPE_CHECKING:
+    from ffpa_hf.call import AttentionCall
     from ffpa_hf.dispatch import Plan
 
 
 @dataclass(frozen=True)
 class CallSite:
-    """Calls of one module that were served alike."""
+    """Calls of one module that were served alike. lengths: (Nq, Nkv, calls), one entry for each power of two."""
 
     module_name: str
     module_class: str
@@ -27,6 +35,8 @@ class CallSite:
     backward: str
     reason: str
     calls: int
+    call: AttentionCall | None = None
+    lengths: tuple[tuple[int, int, int], ...] = ()
 
 
 class Report:
@@ -50,6 +60,30 @@ class Report:
         for row in self.rows:
             total[row.backend] = total.get(row.backend, 0) + row.calls
         return total
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the calls as JSON, for `ffpa-hf autotune --shapes-from`; the file is replaced in one step."""
+        rows = []
+        for row in self.rows:
+            if row.call is None:
+                continue
+            for q_len, kv_len, calls in row.lengths:
+                fields = dataclasses.asdict(dataclasses.replace(row.call, q_len=q_len, kv_len=kv_len))
+                dtypes = {name: str(value) for name, value in fields.items() if isinstance(value, torch.dtype)}
+                where = {"module": row.module_name, "backend": row.backend, "calls": calls}
+                rows.append({**where, "call": {**fields, **dtypes}})
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=target.name, suffix=".tmp")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                json.dump({"format": "ffpa_hf calls", "rows": rows}, file, indent=1)
+                file.write("\n")
+            os.replace(temporary, target)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
 
     def __str__(self) -> str:
         if not self.rows:
@@ -79,13 +113,24 @@ class Report:
 class _Tally:
     """Calls alike but for their lengths, and how far those went: a decoded token must not be a row of its own."""
 
-    __slots__ = ("calls", "keys", "queries")
+    __slots__ = ("buckets", "call", "calls", "keys", "queries")
 
-    def __init__(self) -> None:
+    def __init__(self, call: AttentionCall) -> None:
         self.calls, self.queries, self.keys = 0, (1 << 62, 0), (1 << 62, 0)
+        self.call = call
+        self.buckets: dict[tuple[int, int], list[int]] = {}
 
-    def add(self, q_len: int, kv_len: int) -> None:
+    def add(self, call: AttentionCall) -> None:
+        q_len, kv_len = call.q_len, call.kv_len
         self.calls += 1
+        if call.needs_grad and not self.call.needs_grad:
+            self.call = call
+        bucket = self.buckets.get((q_len.bit_length(), kv_len.bit_length()))
+        if bucket is None:
+            bucket = self.buckets[q_len.bit_length(), kv_len.bit_length()] = [q_len, kv_len, 0]
+        bucket[2] += 1
+        if q_len > bucket[0] or kv_len > bucket[1]:
+            bucket[0], bucket[1] = max(bucket[0], q_len), max(bucket[1], kv_len)
         low, high = self.queries
         if q_len < low or q_len > high:
             self.queries = min(low, q_len), max(high, q_len)
@@ -109,16 +154,16 @@ _describers: list[Callable[[Module], str | None]] = []
 def record(plan: Plan, site: Module | None = None) -> None:
     """Count one call that `plan` decided; `site` is the module it was made for."""
     call = plan.call
-    _count(_total, plan.kind, call.q_len, call.kv_len)
+    _count(_total, plan)
     if site is not None:
-        _count(_by_module.setdefault(site, {}), plan.kind, call.q_len, call.kv_len)
+        _count(_by_module.setdefault(site, {}), plan)
 
 
-def _count(counts: dict[_Key, _Tally], key: _Key, q_len: int, kv_len: int) -> None:
-    tally = counts.get(key)
+def _count(counts: dict[_Key, _Tally], plan: Plan) -> None:
+    tally = counts.get(plan.kind)
     if tally is None:
-        tally = counts.setdefault(key, _Tally())
-    tally.add(q_len, kv_len)
+        tally = counts.setdefault(plan.kind, _Tally(plan.call))
+    tally.add(plan.call)
 
 
 def not_accelerated(module: Module, reason: str) -> None:
@@ -170,7 +215,10 @@ def report(model_or_pipeline: Any = None) -> Report:
 
 def _row(name: str, kind: str, key: _Key, tally: _Tally) -> CallSite:
     shape, backend, backward, reason = key
-    return CallSite(name, kind, shape.format(tally.lengths()), backend, backward, reason, tally.calls)
+    lengths = tuple((q, k, calls) for q, k, calls in tally.buckets.values())
+    return CallSite(
+        name, kind, shape.format(tally.lengths()), backend, backward, reason, tally.calls, tally.call, lengths
+    )
 
 
 def _modules(owner: Any) -> list[tuple[str, Module]]:

@@ -6,9 +6,15 @@ The ids are those under which results are published, so a row is never changed o
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+if TYPE_CHECKING:
+    from ffpa_hf.call import AttentionCall
 
 Direction = Literal["fwd", "bwd", "fwd+bwd"]
 DIRECTIONS: tuple[Direction, ...] = ("fwd", "bwd", "fwd+bwd")
@@ -20,7 +26,8 @@ class Case:
 
     heads:kv_heads, q_len x kv_len and head_dim as in `[B, H, N, D]`. window: causal sliding window, in keys up to and
     with the row's own. directions: what runs when none are asked for. kv_sets: so many key/value pairs are read in
-    turn, so that they do not stay in the cache. graph: the calls are captured in one CUDA graph and replayed.
+    turn, so that they do not stay in the cache. graph: the calls are captured in one CUDA graph and replayed. form: a
+    random "bool" or "additive" mask over all pairs, or "padded": causal, and every eighth key missing.
     """
 
     id: str
@@ -36,6 +43,7 @@ class Case:
     kv_sets: int = 1
     graph: bool = False
     dtype: str = "bfloat16"
+    form: Literal["plain", "bool", "additive", "padded"] = "plain"
 
     def __post_init__(self) -> None:
         if not self.kv_heads:
@@ -46,6 +54,8 @@ class Case:
             raise ValueError(f"{self.id}: a window is causal here")
         if self.window is not None and self.q_len != self.kv_len:
             raise ValueError(f"{self.id}: a window is counted for square shapes only")
+        if self.form != "plain" and (self.window is not None or self.causal != (self.form == "padded")):
+            raise ValueError(f"{self.id}: a {self.form} mask beside another one")
         if self.graph and self.directions != ("fwd",):
             raise ValueError(f"{self.id}: a captured case runs forward only")
 
@@ -55,8 +65,10 @@ class Case:
         return self.heads // self.kv_heads
 
     @property
-    def mask(self) -> Literal["none", "causal", "window"]:
+    def mask(self) -> Literal["none", "causal", "window", "bool", "additive", "padded"]:
         """The kind of mask, as tables name it."""
+        if self.form != "plain":
+            return self.form
         return "window" if self.window is not None else "causal" if self.causal else "none"
 
     def pairs(self) -> float:
@@ -78,7 +90,9 @@ class Case:
         """The shape in words, for lists."""
         heads = f"{self.heads}" if self.group == 1 else f"{self.heads}:{self.kv_heads}"
         length = f"{self.q_len}" if self.q_len == self.kv_len else f"{self.q_len} x {self.kv_len}"
-        mask = {"none": "", "causal": ", causal", "window": f", causal window {self.window}"}[self.mask]
+        mask = {"none": "", "window": f", causal window {self.window}", "padded": ", causal, padded keys"}.get(
+            self.mask, f", {self.mask}"
+        )
         extra = f", {self.kv_sets} K/V sets in a CUDA graph" if self.graph else ""
         return f"B={self.batch}, {heads} heads, {length}, D={self.head_dim}{mask}{extra}"
 
@@ -106,34 +120,99 @@ KERNEL: tuple[Case, ...] = (
     _self("d128_self_16k", 128, 16384, 32),
 )
 
-_SWEEP_HEAD_DIMS = (64, 128, 192, 256, 320, 384, 512, 640, 768, 1024)
-_SWEEP_LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-_SWEEP_ONE_HEAD_LENGTHS = (1024, 4096, 16384)  # one head: the shape of image autoencoders
 _SWEEP_WINDOW = 1024
-_SWEEP_HEADS = 16
 
 
-def _sweep() -> tuple[Case, ...]:
-    cases = []
-    for head_dim in _SWEEP_HEAD_DIMS:
-        for mask in ("none", "causal", "window"):
-            more: dict = {} if mask == "none" else {"causal": True}
-            if mask == "window":
-                more["window"] = _SWEEP_WINDOW
-            for length in _SWEEP_LENGTHS:
-                name = f"sweep_d{head_dim}_h{_SWEEP_HEADS}_{mask}_n{length}"
-                cases.append(_self(name, head_dim, length, _SWEEP_HEADS, "fwd", "bwd", **more))
-        for length in _SWEEP_ONE_HEAD_LENGTHS:
-            cases.append(_self(f"sweep_d{head_dim}_h1_none_n{length}", head_dim, length, 1, "fwd", "bwd"))
-    return tuple(cases)
+def sweep_case(
+    head_dim: int, heads: int, q_len: int, kv_len: int, mask: str = "none", group: int = 1, **more: Any
+) -> Case:
+    """A case of the sweep under the id from which tables read its shape. heads: batch times query heads."""
+    fields: dict[str, Any] = {"causal": mask in ("causal", "window", "padded")}
+    fields |= {"window": min(_SWEEP_WINDOW, max(1, q_len // 2))} if mask == "window" else {}
+    fields |= {"form": mask} if mask in ("bool", "additive", "padded") else {}
+    decode = {"kv_sets": 4} if q_len < 8 else {}
+    return Case(
+        f"sweep_d{head_dim}_h{heads}_g{group}_q{q_len}_k{kv_len}_{mask}",
+        heads,
+        q_len,
+        kv_len,
+        head_dim,
+        kv_heads=heads // group,
+        directions=("fwd", "fwd+bwd"),
+        **{**fields, **decode, **more},
+    )
 
 
-#: The grid from which the table of automatic choices is built.
-SWEEP: tuple[Case, ...] = _sweep()
+def _sweep() -> Iterator[Case]:
+    """Grids within each class of calls that the table of automatic choices tells apart, coarse on each axis."""
+    square = itertools.product((64, 128, 256, 320, 512, 1024), ("none", "causal"), (128, 512, 2048, 8192))
+    for head_dim, mask, length in square:
+        yield sweep_case(head_dim, 16, length, length, mask)
+    for head_dim, mask, length in itertools.product((320, 512, 1024), ("none", "causal"), (512, 4096)):
+        yield sweep_case(head_dim, 1, length, length, mask)
+    for head_dim, length in ((512, 16384), (512, 32768), (128, 32768)):  # image autoencoders, long video
+        yield sweep_case(head_dim, 1, length, length)
+    for head_dim, length in itertools.product((64, 128, 256, 512), (512, 8192)):
+        yield sweep_case(head_dim, 16, length, length, "window")
+    for head_dim, length in itertools.product((64, 128, 256, 512, 1024), (512, 4096)):
+        yield sweep_case(head_dim, 16, length, length, "padded")
+        yield sweep_case(head_dim, 16, length, length, "bool")
+    for head_dim, length in itertools.product((256, 512), (512, 4096)):
+        yield sweep_case(head_dim, 1, length, length, "padded")
+    for head_dim, length in itertools.product((128, 256, 512), (512, 4096)):
+        yield sweep_case(head_dim, 32, length, length, "causal", group=8)
+    for head_dim, q_len, kv_len in itertools.product((128, 256, 512), (64, 512), (4096, 16384)):
+        yield sweep_case(head_dim, 32, q_len, kv_len)  # few queries over many keys
+    for head_dim, kv_len in itertools.product((64, 128, 512), (128, 512)):
+        yield sweep_case(head_dim, 16, 4096, kv_len)  # cross attention to a text
+    for head_dim, kv_len in itertools.product((64, 128, 256, 512), (1024, 8192, 32768)):
+        yield sweep_case(head_dim, 32, 1, kv_len, group=8)
+    for head_dim, kv_len in itertools.product((64, 128, 256, 512), (1024, 8192)):
+        yield sweep_case(head_dim, 8, 1, kv_len, group=4)
+        yield sweep_case(head_dim, 32, 1, kv_len, "padded", group=8)
+    for head_dim, kv_len in itertools.product((128, 512), (1024, 8192)):
+        yield sweep_case(head_dim, 32, 1, kv_len)
+    for head_dim in (128, 512):
+        yield sweep_case(head_dim, 256, 1, 8192, group=8)
+    for head_dim in (128, 512):
+        yield sweep_case(head_dim, 16, 2048, 2048, "additive")  # decided by rule; here to be seen
 
-#: Its corners, for a first table in a few minutes of GPU time.
-SWEEP_COARSE: tuple[Case, ...] = tuple(
-    case for case in SWEEP if case.head_dim in (64, 128, 256, 320, 512, 1024) and case.q_len in (128, 512, 1024, 4096)
+
+def sweep_cases_of(calls: Iterable[AttentionCall]) -> list[Case]:
+    """Cases of the shapes of some calls, each once; calls that auto does not decide by its table are left out.
+
+    Intervals become two cases where the lengths agree: padding, and a window.
+    """
+    found: dict[str, Case] = {}
+    for call in calls:
+        mask = "causal" if call.is_causal else call.mask_kind
+        plain = call.sdpa_expresses() is None and not call.has_bias and call.dropout_p == 0 and call.rank == 4
+        served = 64 <= call.head_dim <= 1024 and call.head_dim % 8 == 0 and call.value_dim == call.head_dim
+        empty = 0 in (call.batch, call.q_heads, call.q_len, call.kv_len)
+        if not plain or not served or empty or call.dtype not in (torch.bfloat16, torch.float16):
+            continue
+        kinds = ["padded", "window"] if mask == "intervals" and call.q_len == call.kv_len else [mask]
+        for kind in kinds:
+            lengths = call.q_len, call.kv_len
+            name = "padded" if kind == "intervals" else kind
+            group = call.q_heads // call.kv_heads
+            case = sweep_case(call.head_dim, call.batch * call.q_heads, *lengths, name, group)
+            found[case.id] = case
+    return list(found.values())
+
+
+#: The grid from which the table of automatic choices is built, and over which it is judged.
+SWEEP: tuple[Case, ...] = tuple(_sweep())
+
+#: The same in sizes that any CPU can take, for the tool's own test.
+SWEEP_TINY: tuple[Case, ...] = (
+    sweep_case(64, 2, 32, 32, dtype="float32"),
+    sweep_case(64, 2, 32, 32, "padded", dtype="float32"),
+    sweep_case(64, 2, 32, 32, "bool", dtype="float32"),
+    sweep_case(64, 2, 32, 32, "window", dtype="float32"),
+    sweep_case(64, 2, 32, 32, "additive", dtype="float32"),
+    sweep_case(72, 4, 1, 64, group=2, dtype="float32"),
+    sweep_case(64, 2, 16, 128, dtype="float32"),
 )
 
 #: Small enough for any CPU: the tool's own test.
@@ -146,7 +225,7 @@ CPU_SMOKE: tuple[Case, ...] = (
 SETS: dict[str, tuple[Case, ...]] = {
     "kernel": KERNEL,
     "sweep": SWEEP,
-    "sweep_coarse": SWEEP_COARSE,
+    "sweep_tiny": SWEEP_TINY,
     "cpu_smoke": CPU_SMOKE,
 }
 
@@ -156,7 +235,7 @@ def select(patterns: Iterable[str]) -> tuple[Case, ...]:
 
     Raises ValueError for a pattern that matches nothing.
     """
-    everything = [*KERNEL, *SWEEP, *CPU_SMOKE]
+    everything = [*KERNEL, *SWEEP, *SWEEP_TINY, *CPU_SMOKE]
     chosen: set[str] = set()
     for pattern in patterns:
         found = [case.id for case in SETS[pattern]] if pattern in SETS else []

@@ -11,9 +11,9 @@ import dataclasses
 import datetime
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -33,6 +33,9 @@ from ffpa_hf.kernels.triton.configs import (
 from ffpa_hf.kernels.tuning import clock, store, tiles
 from ffpa_hf.kernels.tuning.tiles import Bucket, Direction, Mode, Problem
 from ffpa_hf.masks import RowIntervals
+
+if TYPE_CHECKING:
+    from ffpa_hf.call import AttentionCall
 
 #: Another tile must be this much faster than the rule's to take its place: less is noise.
 _GAIN = 1.02
@@ -389,6 +392,45 @@ def tune_now(bucket: Bucket, device: torch.device, device_name: str, mode: Mode)
         if not quiet:
             print(f"ffpa_hf: tuned tiles cannot be kept ({problem}).", file=sys.stderr)
     return True
+
+
+# --- which buckets ----------------------------------------------------------------------------------------------------
+
+
+def default_buckets(workspace_mb: int = 1024) -> list[Bucket]:
+    """What `ffpa-hf autotune` tunes without a recorded run, the most wanted first."""
+    shapes: list[tuple[int, int, int, int, str]] = []  # head dim, batched query heads, group, length, mask
+    for head_dim in (512, 256, 128, 64, 320, 384, 640, 1024):
+        for length in (8192, 4096):
+            shapes += [(head_dim, 16, 1, length, "none"), (head_dim, 16, 1, length, "causal")]
+    shapes += [(512, 16, 8, length, mask) for length in (8192, 4096) for mask in ("causal", "intervals")]
+    shapes += [(head_dim, 16, 2, 8192, "intervals") for head_dim in (256, 128, 64)]
+    shapes += [(512, 1, 1, length, "none") for length in (16384, 4096)]
+    shapes += [(head_dim, 16, 1, 2048, "causal") for head_dim in (512, 256)]
+    problems = [
+        Problem(head_dim, 1, heads, heads // group, length, length, mask, False, 2, workspace_mb)  # type: ignore[arg-type]
+        for head_dim, heads, group, length, mask in shapes
+    ]
+    directions: tuple[Direction, ...] = ("forward", "backward")
+    return [problem.bucket(direction) for problem in problems for direction in directions]
+
+
+def buckets_of(calls: Iterable[AttentionCall], workspace_mb: int = 1024) -> list[Bucket]:
+    """The buckets of some calls, each once, in their order; calls that Triton does not take are left out."""
+    found: dict[Bucket, None] = {}
+    for call in calls:
+        served = 64 <= call.head_dim <= 1024 and call.head_dim % 8 == 0 and call.value_dim == call.head_dim
+        empty = 0 in (call.batch, call.q_heads, call.kv_heads, call.q_len, call.kv_len)
+        if not served or empty or call.rank != 4 or call.dtype not in (torch.bfloat16, torch.float16):
+            continue
+        mask = "causal" if call.is_causal else "intervals" if call.mask_kind == "intervals" else "none"
+        busy = call.mask_kind == "bool" or call.has_bias or call.softcap is not None or call.dropout_p > 0
+        sizes = call.head_dim, call.batch, call.q_heads, call.kv_heads, call.q_len, call.kv_len
+        problem = Problem(*sizes, mask, busy, 2, workspace_mb)  # type: ignore[arg-type]
+        found[problem.bucket("forward")] = None
+        if call.needs_grad:
+            found[problem.bucket("backward")] = None
+    return list(found)
 
 
 # --- ahead of time ----------------------------------------------------------------------------------------------------

@@ -1,0 +1,335 @@
+"""The commands that measure for later: `autotune`, `record`, and the sweep behind `bench --cases sweep`.
+
+Parses, calls, prints. Heavy imports stay inside the commands.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    import torch
+
+    from ffpa_hf.bench.cases import Case
+    from ffpa_hf.call import AttentionCall
+    from ffpa_hf.kernels.tuning.tiles import Bucket
+
+_SWEEP_SECONDS = 0.2
+_MOST_JOBS = 12
+
+
+# --- the sweep --------------------------------------------------------------------------------------------------------
+
+
+def bench_sweep(
+    cases: Sequence[Case],
+    providers: list[str],
+    name: str,
+    output: Path,
+    device: torch.device,
+    seconds: float | None,
+    minutes: float | None,
+    check: bool,
+) -> None:
+    """`bench --cases sweep` and `bench --check-auto`: write the results file, print the table, list auto's losers."""
+    from ffpa_hf import cli
+    from ffpa_hf.bench import results as records
+    from ffpa_hf.bench import sweep
+
+    if not all(case.id.startswith("sweep_") for case in cases):
+        raise typer.BadParameter("--check-auto runs cases of the sweep.", param_hint="--cases")
+    timed = providers or (sweep.PROVIDERS_FOR_CHECK if check else sweep.providers_for_table(device))
+    for provider in timed:
+        known = provider == "sdpa" or provider.removeprefix("ffpa_hf/") in ("auto", "sdpa", "triton", "cuda", "cute")
+        if not known or "sdpa" not in timed:
+            text = f"{provider!r}; the sweep times sdpa and ffpa_hf/<auto, sdpa, triton, cuda or cute>."
+            raise typer.BadParameter(text, param_hint="--providers")
+    gathered = cli._new_results(device)
+    default = "auto-check" if check else "sweep"
+    path = output / records.file_name(gathered, default if name == "bench" else name)
+    begin = time.monotonic()
+    left = _run_sweep(cases, timed, gathered, device, (seconds or _SWEEP_SECONDS) / 2, minutes, path)
+    out = cli._console()
+    out.print(sweep.table(gathered))
+    out.print(f"{len(cases) - len(left)} cases in {time.monotonic() - begin:.0f} s; results: {path}", soft_wrap=True)
+    if left:
+        out.print(f"no time left for {len(left)} cases: {', '.join(case.id for case in left)}")
+    if not any(row.ms is not None for row in gathered.rows):
+        raise typer.Exit(1)
+    if check and _print_losers(gathered.rows, out):
+        raise typer.Exit(1)
+
+
+def _run_sweep(
+    cases: Sequence[Case],
+    providers: Sequence[str],
+    gathered: Any,
+    device: torch.device,
+    seconds: float,
+    minutes: float | None,
+    path: Path | None,
+    jobs: int | None = None,
+) -> list[Case]:
+    """Compile ahead in worker processes, then time; the results file grows with each case."""
+    from ffpa_hf import cli
+    from ffpa_hf.bench import sweep
+
+    begin = time.monotonic()
+    for provider in providers if device.type == "cuda" else ():
+        if provider.startswith("ffpa_hf/") and provider != "ffpa_hf/sdpa":
+            _in_workers(sweep.warm, (list(cases), provider, str(device)), jobs, f"compiling for {provider}")
+    spent = (time.monotonic() - begin) / 60
+    keep: Callable[[], None] = (lambda: gathered.write(path)) if path is not None else (lambda: None)
+    progress, on_step, on_case = cli._bench_progress(gathered, len(cases), keep)
+    with progress:
+        left = sweep.run(
+            cases,
+            providers,
+            gathered,
+            device,
+            seconds=seconds,
+            minutes=None if minutes is None else max(0.0, minutes - spent),
+            on_step=on_step,
+            on_case=on_case,
+        )
+    keep()
+    return left
+
+
+def _print_losers(rows: Sequence[Any], out: Any) -> bool:
+    """Every row in which auto is slower than F.sdpa by more than the noise; True where there is one."""
+    from ffpa_hf.bench import sweep
+
+    lost = sweep.losers(rows)
+    compared = sum(row.provider == "ffpa_hf/auto" and row.speedup_vs_sdpa is not None for row in rows)
+    for title, bound in (("", False), (" (launch-bound, in a CUDA graph)", True)):
+        some = [row for row in lost if sweep.is_launch_bound(row) == bound]
+        out.print(f"auto slower than F.sdpa by more than 3%{title}: {len(some)}")
+        for row in some:
+            ratio = "no time" if row.speedup_vs_sdpa is None else f"{row.speedup_vs_sdpa:.3f} of SDPA's speed"
+            out.print(f"  {row.case} {row.direction}: {ratio}; {row.note}", soft_wrap=True)
+    out.print(f"{compared - sum(row.ms is not None for row in lost)} of {compared} timings are not slower")
+    return bool(lost)
+
+
+def _in_workers(work: Callable[..., int], arguments: tuple[Any, ...], jobs: int | None, title: str) -> None:
+    """`work(*arguments, index, count)` in `count` processes; failures show when the work is done here."""
+    import concurrent.futures
+    import contextlib
+    import multiprocessing
+
+    count = jobs or max(1, min(_MOST_JOBS, (os.cpu_count() or 2) - 2))
+    if count == 1:
+        return
+    print(f"{title}: {count} processes", file=sys.stderr)
+    begin = time.monotonic()
+    with concurrent.futures.ProcessPoolExecutor(count, multiprocessing.get_context("spawn")) as pool:
+        done = [pool.submit(work, *arguments, index, count) for index in range(count)]
+        ran = 0
+        for one in done:
+            with contextlib.suppress(Exception):
+                ran += one.result()
+    print(f"{title}: {ran} runs in {time.monotonic() - begin:.0f} s", file=sys.stderr)
+
+
+# --- autotune ---------------------------------------------------------------------------------------------------------
+
+
+def autotune(
+    mode: Annotated[str, typer.Option(help="fast: a short list of tiles; max: the whole grid.")] = "fast",
+    shapes_from: Annotated[
+        Path | None, typer.Option(help="Calls of a recorded run (ffpa-hf record, Report.save); default: a grid.")
+    ] = None,
+    only: Annotated[str, typer.Option(help="tiles, auto, or both by commas.")] = "tiles,auto",
+    device: Annotated[str | None, typer.Option(help="cuda or cuda:1; default: the first GPU.")] = None,
+    minutes: Annotated[float | None, typer.Option(help="Begin nothing later than this; run again to go on.")] = None,
+    again: Annotated[bool, typer.Option("--again", help="Measure what this user's tables have already, too.")] = False,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Processes that compile ahead; 1: none.")] = None,
+    list_: Annotated[bool, typer.Option("--list", help="List what would be measured, and stop.")] = False,
+) -> None:
+    """Time Triton tiles, then kernels against F.sdpa, on this GPU, and keep both in this user's tables.
+
+    What is in the tables already is left out, so an interrupted run goes on where it stopped. Later calls read the
+    tables by themselves: tiles whatever the backend's autotune says, and auto its order of backends.
+    """
+    from ffpa_hf import cli
+    from ffpa_hf.kernels.tuning import recording, store
+
+    if mode not in ("fast", "max"):
+        raise typer.BadParameter(f"{mode!r}; use fast or max.", param_hint="--mode")
+    parts = cli._words(only)
+    if not parts or set(parts) - {"tiles", "auto"}:
+        raise typer.BadParameter(f"{only!r}; use tiles, auto or both.", param_hint="--only")
+    target = cli._device(device)
+    if target.type != "cuda" and not list_:
+        print("No GPU here: nothing to tune.")
+        raise typer.Exit(2)
+    try:
+        calls = None if shapes_from is None else [call for call, _ in recording.load(shapes_from)]
+    except (OSError, ValueError) as problem:
+        raise typer.BadParameter(str(problem), param_hint="--shapes-from") from None
+    name = cli._probe(target).device_name
+    buckets = _buckets(calls, name, mode, again) if "tiles" in parts else []
+    cases = _cases(calls, name, again) if "auto" in parts else []
+    print(f"{name}: {len(buckets)} buckets of tiles and {len(cases)} shapes for auto to measure; {store.config_dir()}")
+    if list_:
+        for line in (*(bucket.key for bucket in buckets), *(case.id for case in cases)):
+            print(line)
+        return
+    import torch
+
+    torch.cuda.set_device(target)
+    end = None if minutes is None else time.monotonic() + minutes * 60
+    unfinished = _tune_tiles(buckets, target, name, mode, end, jobs)
+    unfinished += _measure_auto(cases, target, name, end, jobs)
+    if unfinished:
+        print(f"{unfinished} left for lack of time: the same command goes on with them.")
+
+
+def _buckets(calls: list[AttentionCall] | None, device_name: str, mode: str, again: bool) -> list[Bucket]:
+    """Buckets to tune that this user's table does not have (as thoroughly) yet."""
+    from ffpa_hf.kernels.tuning import tiles, triton_tuner
+
+    wanted = triton_tuner.default_buckets() if calls is None else triton_tuner.buckets_of(calls)
+    if again:
+        return wanted
+    left = []
+    for bucket in wanted:
+        kept = tiles.row(device_name, bucket)
+        if kept is None or (mode == "max" and kept[0].get("mode") != "max"):
+            left.append(bucket)
+    return left
+
+
+def _cases(calls: list[AttentionCall] | None, device_name: str, again: bool) -> list[Case]:
+    """Shapes to measure for auto that this user's table does not have yet."""
+    from ffpa_hf.bench import cases as table
+    from ffpa_hf.kernels.tuning import preferences
+
+    wanted = table.SWEEP if calls is None else table.sweep_cases_of(calls)
+    return [case for case in wanted if again or not preferences.has_own(device_name, case.id)]
+
+
+def _tune_tiles(
+    buckets: list[Bucket], device: torch.device, device_name: str, mode: Any, end: float | None, jobs: int | None
+) -> int:
+    """Tune and keep bucket by bucket; returns how many are left when the time is over."""
+    from ffpa_hf.kernels.triton import choice
+    from ffpa_hf.kernels.tuning import tiles, triton_tuner
+
+    if not buckets:
+        return 0
+    kinds = triton_tuner.without_doubles(buckets)
+    _in_workers(triton_tuner.compile_ahead, (kinds, mode, str(device)), jobs, f"compiling {len(kinds)} kinds of tiles")
+    progress, on_step, on_bucket = _progress(len(buckets))
+    failed = 0
+    with progress:
+        for index, bucket in enumerate(buckets):
+            if end is not None and time.monotonic() > end:
+                return len(buckets) - index
+            on_step(bucket.key)
+            try:
+                found = triton_tuner.tune(bucket, device, mode)
+                tiles.keep(device_name, bucket, found)
+                gain = found["rule_ms"] / found["ms"]
+                progress.console.print(
+                    f"{bucket.key}: {found['ms']:.4f} ms, {gain:.2f} times the rule's speed, {found['tried']} tried"
+                )
+            except Exception as problem:
+                failed += 1
+                progress.console.print(f"{bucket.key}: not tuned ({type(problem).__name__}: {problem})")
+            on_bucket()
+    choice.forget()
+    if failed == len(buckets):
+        raise typer.Exit(1)
+    return 0
+
+
+def _measure_auto(
+    cases: list[Case], device: torch.device, device_name: str, end: float | None, jobs: int | None
+) -> int:
+    """Time kernels against SDPA and keep the rows; returns how many cases are left when the time is over."""
+    from ffpa_hf import cli
+    from ffpa_hf.bench import sweep
+    from ffpa_hf.kernels.tuning import preferences
+
+    minutes = None if end is None else (end - time.monotonic()) / 60
+    if not cases or (minutes is not None and minutes <= 0):
+        return len(cases)
+    gathered = cli._new_results(device)
+    providers = sweep.providers_for_table(device)
+    left = _run_sweep(cases, providers, gathered, device, _SWEEP_SECONDS / 2, minutes, None, jobs)
+    rows = preferences.rows_from((row.case, row.direction, row.provider, row.ms) for row in gathered.rows)
+    out = cli._console()
+    out.print(sweep.table(gathered, chosen=providers[-1]))
+    if rows:
+        path = preferences.keep(device_name, rows)
+        out.print(f"{len(rows)} shapes kept in {path}", soft_wrap=True)
+    return len(left)
+
+
+def _progress(total: int) -> tuple[Any, Callable[[str], None], Callable[[], None]]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (MofNCompleteColumn(), BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    progress = Progress(*columns, console=Console(stderr=True))
+    task = progress.add_task("", total=total)
+    return (
+        progress,
+        lambda text: progress.update(task, description=text),
+        lambda: progress.advance(task),
+    )
+
+
+# --- record -----------------------------------------------------------------------------------------------------------
+
+
+def record(
+    context: typer.Context,
+    script: Annotated[str, typer.Argument(help="A Python script, or with -m a module; its own arguments follow.")],
+    output: Annotated[Path, typer.Option(help="Where the calls are written.")] = Path("ffpa_hf_calls.json"),
+    module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is the name of a module.")] = False,
+) -> None:
+    """Run a Python program and write down its attention calls, for `autotune --shapes-from`.
+
+    Options of record come before SCRIPT. Calls inside torch.compile are not seen: record an uncompiled run. The exit
+    code is the program's.
+    """
+    import runpy
+
+    import ffpa_hf
+    from ffpa_hf.report import reset
+
+    reset()
+    before = sys.argv, list(sys.path)
+    sys.argv = [script, *context.args]
+    code: Any = 0
+    try:
+        if module:
+            sys.path.insert(0, os.getcwd())
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+        else:
+            if not Path(script).is_file():
+                raise typer.BadParameter(f"{script} is no file.", param_hint="SCRIPT")
+            sys.path.insert(0, str(Path(script).resolve().parent))
+            runpy.run_path(script, run_name="__main__")
+    except SystemExit as left:
+        code = left.code
+    finally:
+        sys.argv, sys.path[:] = before
+        found = ffpa_hf.report()
+        if len(found):
+            found.save(output)
+    print(found, file=sys.stderr)
+    print(f"calls written to {output}" if len(found) else "no attention call went through ffpa_hf", file=sys.stderr)
+    if isinstance(code, str):
+        print(code, file=sys.stderr)
+    raise typer.Exit(code if isinstance(code, int) else 0 if code is None else 1)
