@@ -168,13 +168,13 @@ def autotune(
     if not parts or set(parts) - {"tiles", "auto"}:
         raise typer.BadParameter(f"{only!r}; use tiles, auto or both.", param_hint="--only")
     target = cli._device(device)
-    if target.type != "cuda" and not list_:
-        print("No GPU here: nothing to tune.")
-        raise typer.Exit(2)
     try:
         calls = None if shapes_from is None else [call for call, _ in recording.load(shapes_from)]
     except (OSError, ValueError) as problem:
         raise typer.BadParameter(str(problem), param_hint="--shapes-from") from None
+    if target.type != "cuda" and not list_:
+        print("No GPU here: nothing to tune.")
+        raise typer.Exit(2)
     name = cli._probe(target).device_name
     buckets = _buckets(calls, name, mode, again) if "tiles" in parts else []
     cases = _cases(calls, name, again) if "auto" in parts else []
@@ -240,11 +240,12 @@ def _tune_tiles(
                 tiles.keep(device_name, bucket, found)
                 gain = found["rule_ms"] / found["ms"]
                 progress.console.print(
-                    f"{bucket.key}: {found['ms']:.4f} ms, {gain:.2f} times the rule's speed, {found['tried']} tried"
+                    f"{bucket.key}: {found['ms']:.4f} ms, {gain:.2f} times the rule's speed, {found['tried']} tried",
+                    soft_wrap=True,
                 )
             except Exception as problem:
                 failed += 1
-                progress.console.print(f"{bucket.key}: not tuned ({type(problem).__name__}: {problem})")
+                progress.console.print(f"{bucket.key}: not tuned ({type(problem).__name__}: {problem})", soft_wrap=True)
             on_bucket()
     choice.forget()
     if failed == len(buckets):
