@@ -153,7 +153,6 @@ _describers: list[Callable[[Module], str | None]] = []
 
 def record(plan: Plan, site: Module | None = None) -> None:
     """Count one call that `plan` decided; `site` is the module it was made for."""
-    call = plan.call
     _count(_total, plan)
     if site is not None:
         _count(_by_module.setdefault(site, {}), plan)

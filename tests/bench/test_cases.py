@@ -45,14 +45,14 @@ def test_published_cases_are_all_there():
 
 
 def test_every_id_is_used_once():
-    everything = [case.id for case in (*cases.KERNEL, *cases.SWEEP, *cases.CPU_SMOKE)]
+    everything = [case.id for case in (*cases.KERNEL, *cases.SWEEP, *cases.SWEEP_TINY, *cases.CPU_SMOKE)]
     assert len(everything) == len(set(everything))
 
 
 def test_select_takes_sets_ids_and_globs_once_each():
     chosen = cases.select(["d1024*", "cpu_smoke", "d1024_self_4k"])
     assert [case.id for case in chosen] == ["d1024_self_4k", "cpu_self", "cpu_gqa_causal", "cpu_window"]
-    assert cases.select(["sweep_coarse"]) == cases.SWEEP_COARSE
+    assert cases.select(["sweep"]) == cases.SWEEP
     with pytest.raises(ValueError, match="'nothing'"):
         cases.select(["cpu_smoke", "nothing"])
 
@@ -64,6 +64,8 @@ def test_select_takes_sets_ids_and_globs_once_each():
         {"window": 4},
         {"window": 4, "causal": True, "kv_len": 9},
         {"graph": True, "directions": ("bwd",)},
+        {"form": "padded"},
+        {"form": "bool", "causal": True},
     ],
 )
 def test_a_case_that_means_nothing_raises(fields):

@@ -46,24 +46,34 @@ def tuned(
     """
     if not device_name or problem.itemsize != 2:
         return None
-    bucket = problem.bucket(direction)
-    name = (device_name, target, bucket, autotune)
+    call = (direction, problem, target, device_name, autotune)
     try:
-        return _settled[name]
+        return _known[call]
     except KeyError:
         pass
-    if autotune is not None and not _is_time_to_tune(direction):
-        return tuned(direction, problem, target, device, device_name)
-    with _lock:
-        if name not in _settled:
-            found = _read(bucket, target, device_name)
-            if autotune is not None and not _serves(found, bucket, device_name, autotune):
-                from ffpa_hf.kernels.tuning import triton_tuner
+    name = (device_name, target, problem.bucket(direction), autotune)
+    if name not in _settled:
+        if autotune is not None and not _is_time_to_tune(direction):
+            return tuned(direction, problem, target, device, device_name)
+        _settle(name, device)
+    if len(_known) >= _MOST_KNOWN:
+        _known.clear()
+    return _known.setdefault(call, _settled[name])
 
-                if triton_tuner.tune_now(bucket, device, device_name, autotune):
-                    found = _read(bucket, target, device_name)
-            _settled[name] = found
-        return _settled[name]
+
+def _settle(name: _Name, device: torch.device) -> None:
+    """Choose for a bucket, once and for all."""
+    device_name, target, bucket, autotune = name
+    with _lock:
+        if name in _settled:
+            return
+        found = _read(bucket, target, device_name)
+        if autotune is not None and not _serves(found, bucket, device_name, autotune):
+            from ffpa_hf.kernels.tuning import triton_tuner
+
+            if triton_tuner.tune_now(bucket, device, device_name, autotune):
+                found = _read(bucket, target, device_name)
+        _settled[name] = found
 
 
 def by_rule(direction: Direction, problem: Problem, target: configs.Target) -> Tiles:
@@ -76,7 +86,11 @@ def by_rule(direction: Direction, problem: Problem, target: configs.Target) -> T
     return wide or configs.choose_forward(problem.head_dim, problem.q_len, *limits)
 
 
-_settled: dict[tuple[str, configs.Target, Bucket, Mode | None], Choice | None] = {}
+_Name = tuple[str, configs.Target, Bucket, Mode | None]
+_settled: dict[_Name, Choice | None] = {}
+#: The same by whole calls, so that one look-up serves a call that was seen before.
+_known: dict[tuple[Direction, Problem, configs.Target, str, Mode | None], Choice | None] = {}
+_MOST_KNOWN = 4096
 _lock = threading.RLock()
 
 
@@ -84,6 +98,7 @@ def forget() -> None:
     """Choose anew from the tables, for tests and after tuning; running models keep no choice either."""
     with _lock:
         _settled.clear()
+        _known.clear()
     tiles.forget()
 
 
