@@ -348,8 +348,8 @@ def test_the_launcher_takes_tuned_tiles_in_both_directions(monkeypatch):
     inputs = _inputs()
     problem = Problem(64, 1, 2, 2, 40, 40, "none", False, 2, 1024)
     forward = configs.ForwardConfig(16, 16, 0, 512, 4, 2)
-    ruled = choice.by_rule("backward", problem, target)
-    backward = configs.replace(ruled, scores=configs.ScoresConfig(64, 64, 32, 4, 2))
+    other = configs.choose_materialised(64, target.smem_limit)
+    backward = configs.replace(other, scores=configs.ScoresConfig(64, 64, 32, 4, 2))
     for direction, config in (("forward", forward), ("backward", backward)):
         tiles.keep(GPU, problem.bucket(direction), {**ROW, "tiles": choice.encode(config)})
     used = []
