@@ -412,7 +412,10 @@ def default_buckets(workspace_mb: int = 1024) -> list[Bucket]:
         for head_dim, heads, group, length, mask in shapes
     ]
     directions: tuple[Direction, ...] = ("forward", "backward")
-    return [problem.bucket(direction) for problem in problems for direction in directions]
+    found = [problem.bucket(direction) for problem in problems for direction in directions]
+    for head_dim, kv_len in itertools.product((512, 256, 128, 64), (8192, 1024)):
+        found.append(Problem(head_dim, 1, 32, 4, 1, kv_len, "none", False, 2, workspace_mb).bucket("forward"))
+    return found
 
 
 def buckets_of(calls: Iterable[AttentionCall], workspace_mb: int = 1024) -> list[Bucket]:
