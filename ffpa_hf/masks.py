@@ -266,6 +266,9 @@ class CanonicalMask(NamedTuple):
     intervals: RowIntervals | None = None
 
 
+_NO_MASK, _CAUSAL = CanonicalMask(), CanonicalMask(is_causal=True)
+
+
 def canonical_mask(
     attn_mask: Any, is_causal: bool, *, batch: int, heads: int, q_len: int, kv_len: int, device: torch.device
 ) -> CanonicalMask:
@@ -275,7 +278,7 @@ def canonical_mask(
     `CausalBias` objects. Raises TypeError or ValueError naming the argument, what was given and what is allowed.
     """
     if attn_mask is None:
-        return CanonicalMask(is_causal=is_causal)
+        return _CAUSAL if is_causal else _NO_MASK
     if is_causal:
         raise ValueError(
             "attn_mask and is_causal=True were both given; give one. A causal mask with more to it is a RowIntervals: "

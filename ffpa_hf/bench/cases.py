@@ -28,6 +28,8 @@ class Case:
     with the row's own. directions: what runs when none are asked for. kv_sets: so many key/value pairs are read in
     turn, so that they do not stay in the cache. graph: the calls are captured in one CUDA graph and replayed. form: a
     random "bool" or "additive" mask over all pairs, or "padded": causal, and every eighth key missing.
+    documents: the rows are that many packed documents of one length, causal within each. host: what is timed is the
+    host, by `overhead`.
     """
 
     id: str
@@ -44,6 +46,8 @@ class Case:
     graph: bool = False
     dtype: str = "bfloat16"
     form: Literal["plain", "bool", "additive", "padded"] = "plain"
+    documents: int = 0
+    host: bool = False
 
     def __post_init__(self) -> None:
         if not self.kv_heads:
@@ -56,6 +60,10 @@ class Case:
             raise ValueError(f"{self.id}: a window is counted for square shapes only")
         if self.form != "plain" and (self.window is not None or self.causal != (self.form == "padded")):
             raise ValueError(f"{self.id}: a {self.form} mask beside another one")
+        if self.documents and (not self.causal or self.window or self.q_len != self.kv_len):
+            raise ValueError(f"{self.id}: packed documents are square and causal here")
+        if self.documents and self.q_len % self.documents:
+            raise ValueError(f"{self.id}: {self.q_len} rows are not {self.documents} documents of one length")
         if self.graph and self.directions != ("fwd",):
             raise ValueError(f"{self.id}: a captured case runs forward only")
 
@@ -73,6 +81,8 @@ class Case:
 
     def pairs(self) -> float:
         """Query-key pairs of one head that the mask allows; a square causal mask counts half of N^2."""
+        if self.documents:
+            return self.q_len * (self.q_len // self.documents) / 2
         if not self.causal:
             return float(self.q_len * self.kv_len)
         if self.window is None and self.q_len == self.kv_len:
@@ -94,6 +104,8 @@ class Case:
             self.mask, f", {self.mask}"
         )
         extra = f", {self.kv_sets} K/V sets in a CUDA graph" if self.graph else ""
+        extra += f", {self.documents} packed documents" if self.documents else ""
+        extra += ", host time" if self.host else ""
         return f"B={self.batch}, {heads} heads, {length}, D={self.head_dim}{mask}{extra}"
 
 
@@ -215,15 +227,30 @@ SWEEP_TINY: tuple[Case, ...] = (
     sweep_case(64, 2, 16, 128, dtype="float32"),
 )
 
+#: Documents packed into one row, as a training step without padding has them.
+PACKED: tuple[Case, ...] = tuple(
+    _self(f"d{d}_packed16_16k", d, 16384, 32, "fwd", "bwd", kv_heads=8, causal=True, documents=16)
+    for d in (128, 256, 512)
+)
+
+#: What a small call costs the host.
+OVERHEAD: tuple[Case, ...] = (
+    Case("host_d128_decode_1k", 32, 1, 1024, 128, kv_heads=8, host=True),
+    Case("host_d512_decode_1k", 32, 1, 1024, 512, kv_heads=4, host=True),
+)
+
 #: Small enough for any CPU: the tool's own test.
 CPU_SMOKE: tuple[Case, ...] = (
     _self("cpu_self", 64, 48, 2, "fwd", "bwd", dtype="float32"),
     _self("cpu_gqa_causal", 64, 40, 4, "fwd", "fwd+bwd", kv_heads=2, causal=True, dtype="float32"),
     _self("cpu_window", 72, 56, 2, "fwd", kv_heads=1, causal=True, window=16, dtype="float32"),
+    _self("cpu_packed", 64, 48, 4, "fwd", "fwd+bwd", kv_heads=2, causal=True, documents=3, dtype="float32"),
 )
 
 SETS: dict[str, tuple[Case, ...]] = {
     "kernel": KERNEL,
+    "packed": PACKED,
+    "overhead": OVERHEAD,
     "sweep": SWEEP,
     "sweep_tiny": SWEEP_TINY,
     "cpu_smoke": CPU_SMOKE,
@@ -235,7 +262,7 @@ def select(patterns: Iterable[str]) -> tuple[Case, ...]:
 
     Raises ValueError for a pattern that matches nothing.
     """
-    everything = [*KERNEL, *SWEEP, *SWEEP_TINY, *CPU_SMOKE]
+    everything = [*KERNEL, *PACKED, *OVERHEAD, *SWEEP, *SWEEP_TINY, *CPU_SMOKE]
     chosen: set[str] = set()
     for pattern in patterns:
         found = [case.id for case in SETS[pattern]] if pattern in SETS else []

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ffpa_hf import settings
 from ffpa_hf.bench.cases import Case, Direction
+from ffpa_hf.bench.truth import packed_intervals
 from ffpa_hf.masks import RowIntervals
 
 Call = Callable[[Tensor, Tensor, Tensor], Any]
@@ -51,12 +52,14 @@ class Provider:
 
 
 def _window_masks(case: Case, device: torch.device) -> dict[str, Callable[[], Tensor | None]]:
-    """The mask forms that F.sdpa takes for a case: none, or a window as a bool or an additive tensor."""
-    if case.window is None:
+    """The mask forms that F.sdpa takes for a case: none, or a window or documents as a bool or an additive tensor."""
+    if case.window is None and not case.documents:
         return {"": lambda: None}
     window = case.window
 
     def keep() -> Tensor:
+        if window is None:
+            return packed_intervals(case, device).dense(case.kv_len)
         return RowIntervals.sliding_window(case.q_len, case.kv_len, window, device).dense(case.kv_len)
 
     def added() -> Tensor:
@@ -75,7 +78,25 @@ def _sdpa_variants(case: Case, device: torch.device, kernels: dict[str, Any]) ->
             for group_name, grouped in groups.items():
                 words = ", ".join(word for word in (kernel_name, mask_name, group_name) if word)
                 found.append(Variant(words, _sdpa_call(case, kernel, make_mask, grouped)))
+    if case.documents:  # of one length, so that they can be a batch: what a loop over documents could reach at best
+        for kernel_name, kernel in kernels.items():
+            found.append(Variant(f"{kernel_name}, documents as a batch", _sdpa_documents(case, kernel)))
     return found
+
+
+def _sdpa_documents(case: Case, kernel: Any) -> Callable[[], Call]:
+    def apart(tensor: Tensor) -> Tensor:
+        heads = tensor.shape[1]
+        if heads != case.heads:
+            tensor = tensor.repeat_interleave(case.heads // heads, 1)
+        return tensor[0].unflatten(1, (case.documents, -1)).transpose(0, 1)
+
+    def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        with _kernel(kernel):
+            out = F.scaled_dot_product_attention(apart(query), apart(key), apart(value), is_causal=True)
+        return out.transpose(0, 1).flatten(1, 2)[None]
+
+    return lambda: call
 
 
 def _sdpa_call(case: Case, kernel: Any, make_mask: Callable[[], Tensor | None], grouped: bool) -> Callable[[], Call]:
@@ -129,10 +150,12 @@ def _flex(case: Case, device: torch.device) -> list[Variant]:
         raise Unavailable("compiled flex_attention is timed on CUDA devices only")
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    window = case.window
+    window, length = case.window, case.q_len // max(case.documents, 1)
 
     def allowed(batch: Any, head: Any, row: Any, column: Any) -> Any:
         near = row >= column
+        if case.documents:
+            return near & (row // length == column // length)
         return near if window is None else near & (row - column < window)
 
     def prepare() -> Call:
@@ -147,7 +170,9 @@ def _flex(case: Case, device: torch.device) -> list[Variant]:
 # --- peers ------------------------------------------------------------------------------------------------------------
 
 
-def _import(module: str, distribution: str) -> Any:
+def _import(module: str, distribution: str, case: Case) -> Any:
+    if case.documents:
+        raise Unavailable("not asked for packed documents")
     try:
         return importlib.import_module(module)
     except Exception as problem:  # a broken peer is a note in the table, not the end of the run
@@ -155,7 +180,7 @@ def _import(module: str, distribution: str) -> Any:
 
 
 def _ffpa_attn_triton(case: Case, device: torch.device) -> list[Variant]:
-    ffpa = _import("ffpa_attn", "ffpa-attn")
+    ffpa = _import("ffpa_attn", "ffpa-attn", case)
     if case.head_dim <= 256 and not settings_flag("FFPA_TRITON_ALLOW_SMALL_D"):
         raise Unavailable("ffpa-attn's Triton backend leaves head dims up to 256 to F.sdpa")
     if 8 <= case.q_len < 512 or case.kv_len < 512:
@@ -167,7 +192,7 @@ def _ffpa_attn_triton(case: Case, device: torch.device) -> list[Variant]:
 
 
 def _ffpa_attn_cute(case: Case, device: torch.device) -> list[Variant]:
-    ffpa = _import("ffpa_attn", "ffpa-attn")
+    ffpa = _import("ffpa_attn", "ffpa-attn", case)
     if case.head_dim <= 256 and not settings_flag("FFPA_CUTE_ALLOW_SMALL_D"):
         raise Unavailable("ffpa-attn's CuTe-DSL backend leaves head dims up to 256 to F.sdpa")
     return [Variant("", _ffpa_attn_call(ffpa, case, device, ffpa.CuTeDSLBackend()))]
@@ -209,12 +234,12 @@ def _flash_call(function: Callable[..., Any], case: Case, unbounded: Any) -> Cal
 
 
 def _fa4(case: Case, device: torch.device) -> list[Variant]:
-    module = _import("flash_attn.cute", "flash-attn-4")
+    module = _import("flash_attn.cute", "flash-attn-4", case)
     return [Variant("", _flash_call(module.flash_attn_func, case, None))]
 
 
 def _fa3(case: Case, device: torch.device) -> list[Variant]:
-    module = _import("fa3_fwd_interface", "fa3-fwd")
+    module = _import("fa3_fwd_interface", "fa3-fwd", case)
     return [Variant("", _flash_call(module.flash_attn_func, case, -1))]
 
 
@@ -232,6 +257,8 @@ def _ours(backend: str | None) -> Callable[[Case, torch.device], list[Variant]]:
             more: dict[str, Any] = {"enable_gqa": case.group > 1, "backend": backend}
             if case.window is not None:
                 more["attn_mask"] = RowIntervals.sliding_window(case.q_len, case.kv_len, case.window, device)
+            elif case.documents:
+                more["attn_mask"] = packed_intervals(case, device)
             else:
                 more["is_causal"] = case.causal
             return more

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ffpa_hf.bench import truth
+from ffpa_hf.bench import overhead, truth
 from ffpa_hf.bench.cases import Case, Direction
 from ffpa_hf.bench.providers import Call, Provider, Unavailable
 from ffpa_hf.bench.results import Results, Row
@@ -431,7 +431,11 @@ def run(
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # why F.sdpa's kernels refuse, at length; the rows say what ran
-                results.rows += run_case(case, wanted, providers, device, seconds=seconds, on_step=on_step)
+                if case.host:
+                    leaves = make_data(case, device).leaves
+                    results.rows += overhead.run_case(case, leaves, device, seconds=seconds, on_step=on_step)
+                else:
+                    results.rows += run_case(case, wanted, providers, device, seconds=seconds, on_step=on_step)
         except Exception as problem:  # the case itself: its inputs or its float64 result do not fit
             note = f"not run: {type(problem).__name__}: {(str(problem).splitlines() or [''])[0]}"[:300]
             results.rows += [Row(case.id, d, p.name, note=note) for d in wanted for p in providers]

@@ -63,10 +63,18 @@ def compute(case: Case, query: Tensor, key: Tensor, value: Tensor, grad_out: Ten
     return Truth(case.group, slices, tuple(outs), tuple(grads))
 
 
+def packed_intervals(case: Case, device: torch.device) -> RowIntervals:
+    """The mask of a case of packed documents."""
+    offsets = torch.arange(case.documents + 1, dtype=torch.int32, device=device) * (case.q_len // case.documents)
+    return RowIntervals.packed(offsets, offsets, case.q_len, causal=True)
+
+
 def _head(case: Case, q: Tensor, k: Tensor, v: Tensor, grad: Tensor | None):
     intervals = None
     if case.window is not None:
         intervals = RowIntervals.sliding_window(case.q_len, case.kv_len, case.window, q.device)
+    elif case.documents:
+        intervals = packed_intervals(case, q.device)
     step = max(1, _CHUNK_ELEMENTS // (case.group * case.kv_len))
     outs, query_grads = [], []
     key_grad, value_grad = torch.zeros_like(k), torch.zeros_like(v)

@@ -19,6 +19,10 @@ def test_pairs_are_those_of_the_mask(case):
         allowed &= key <= row
     if case.window is not None:
         allowed &= key > row - case.window
+    if case.documents:
+        length = case.q_len // case.documents
+        assert case.pairs() == case.documents * length**2 / 2  # half of N^2 by convention
+        return
     expected = float(allowed.sum())
     if case.causal and case.window is None and case.q_len == case.kv_len:
         expected = case.q_len**2 / 2  # half of N^2 by convention
@@ -45,13 +49,16 @@ def test_published_cases_are_all_there():
 
 
 def test_every_id_is_used_once():
-    everything = [case.id for case in (*cases.KERNEL, *cases.SWEEP, *cases.SWEEP_TINY, *cases.CPU_SMOKE)]
+    sets = (cases.KERNEL, cases.PACKED, cases.OVERHEAD, cases.SWEEP, cases.SWEEP_TINY, cases.CPU_SMOKE)
+    everything = [case.id for chosen in sets for case in chosen]
     assert len(everything) == len(set(everything))
 
 
 def test_select_takes_sets_ids_and_globs_once_each():
     chosen = cases.select(["d1024*", "cpu_smoke", "d1024_self_4k"])
-    assert [case.id for case in chosen] == ["d1024_self_4k", "cpu_self", "cpu_gqa_causal", "cpu_window"]
+    assert [case.id for case in chosen] == [
+        "d1024_self_4k", "cpu_self", "cpu_gqa_causal", "cpu_window", "cpu_packed",
+    ]  # fmt: skip
     assert cases.select(["sweep"]) == cases.SWEEP
     with pytest.raises(ValueError, match="'nothing'"):
         cases.select(["cpu_smoke", "nothing"])
@@ -66,6 +73,9 @@ def test_select_takes_sets_ids_and_globs_once_each():
         {"graph": True, "directions": ("bwd",)},
         {"form": "padded"},
         {"form": "bool", "causal": True},
+        {"documents": 2},
+        {"documents": 3, "causal": True},
+        {"documents": 2, "causal": True, "kv_len": 16},
     ],
 )
 def test_a_case_that_means_nothing_raises(fields):

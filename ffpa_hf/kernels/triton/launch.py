@@ -22,7 +22,7 @@ from ffpa_hf.kernels.triton import backward_kernels as device
 from ffpa_hf.kernels.triton import choice, configs
 from ffpa_hf.kernels.triton import fused_backward_kernels as fused
 from ffpa_hf.kernels.triton.forward_kernel import attention_forward
-from ffpa_hf.kernels.triton.primitives import Dropout, Operand, Scores, Visibility
+from ffpa_hf.kernels.triton.primitives import Dropout, Scores, Visibility
 from ffpa_hf.kernels.triton.wide_forward_kernels import forward_product, forward_scores
 from ffpa_hf.kernels.tuning.tiles import Direction, Mode, Problem
 
@@ -548,41 +548,50 @@ def _unit_strides(shape: tuple[int, ...], strides: tuple[int, ...], unit: int) -
     return batch // unit, heads // unit, rows // unit
 
 
-def _operand(tensor: Tensor, rows: int, boxes: tuple[int, int], tma: bool) -> Operand:
-    """Spread over three arguments at a launch: Triton 3.6 takes no descriptor inside a tuple."""
-    strides = _units(tensor)
+def _operand(tensor: Tensor, rows: int, boxes: tuple[int, int], tma: bool) -> tuple[Any, Any, tuple[int, int, int]]:
+    """The fields of an `Operand`, which are three arguments of a launch: Triton 3.6 takes no descriptor in a tuple."""
+    shape, strides = tensor.shape, tensor.stride()
+    units = _unit_strides(shape, strides, 16 // tensor.element_size())
     if not tma:
-        return Operand(tensor, tensor if boxes[1] else None, strides)
-    second = _descriptor(tensor, rows, boxes[1]) if boxes[1] else None
-    return Operand(_descriptor(tensor, rows, boxes[0]), second, strides)
+        return tensor, tensor if boxes[1] else None, units
+    first, second = _layouts(shape, strides, tensor.dtype, rows, boxes)
+    return _descriptor(tensor, first), None if second is None else _descriptor(tensor, second), units
 
 
-def _descriptor(tensor: Tensor, rows: int, cols: int) -> TensorDescriptor:
-    """A descriptor over [B, H, N, D]; a dim of stride 0 gets size 1, and kernels multiply its coordinate by 0."""
+def _descriptor(tensor: Tensor, layout: dict[str, Any]) -> TensorDescriptor:
     made = object.__new__(TensorDescriptor)  # whose own checks, of what `aligned` has seen to, take 10 us a time
-    made.__dict__.update(_layout(tensor.shape, tensor.stride(), tensor.dtype, rows, cols), base=tensor)
+    made.__dict__.update(layout, base=tensor)
     return made
 
 
 @functools.lru_cache(maxsize=_REMEMBERED)
-def _layout(
-    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, rows: int, cols: int
-) -> dict[str, Any]:
-    """All fields but the tensor of a descriptor that passed Triton's checks."""
+def _layouts(
+    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, rows: int, boxes: tuple[int, int]
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """All fields but the tensor of descriptors over [B, H, N, D], one for each box width (0: None), which passed
+    Triton's checks. A dim of stride 0 gets size 1, and kernels multiply its coordinate by 0."""
     width = shape[-1]
     sizes, steps = [], []
     for size, stride in zip(shape[:3], _plain_strides(shape, strides)[:3], strict=True):
         sizes.append(size if stride else 1)
         steps.append(stride or width)  # any multiple of 16 bytes serves a dim of size 1
     anywhere = torch.empty(0, dtype=dtype)
-    return vars(TensorDescriptor(anywhere, [*sizes, width], [*steps, 1], [1, 1, rows, cols]))
+    first, second = (
+        vars(TensorDescriptor(anywhere, [*sizes, width], [*steps, 1], [1, 1, rows, box])) if box else None
+        for box in boxes
+    )
+    assert first is not None
+    return first, second
 
 
 def needs_wide(*tensors: Tensor | None) -> bool:
     """Whether some element, or an address computed just past the last row, lies 2^31 or more elements in."""
     if FORCE_WIDE is not None:
         return FORCE_WIDE
-    return any(tensor is not None and _reach(tensor.shape, tensor.stride()) >= _LIMIT_32 for tensor in tensors)
+    for tensor in tensors:  # spelled out: a generator costs more than what it asks
+        if tensor is not None and _reach(tensor.shape, tensor.stride()) >= _LIMIT_32:
+            return True
+    return False
 
 
 @functools.lru_cache(maxsize=_REMEMBERED)
@@ -605,8 +614,11 @@ def _target(where: torch.device) -> configs.Target:
     return target if FORCE_TMA is None else target._replace(tma=FORCE_TMA)
 
 
+_HERE = contextlib.nullcontext()
+
+
 def _on(where: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Make a tensor's own GPU current, only where it is not already."""
     if where.type != "cuda" or where.index in (None, torch.cuda.current_device()):
-        return contextlib.nullcontext()
+        return _HERE
     return torch.cuda.device(where)

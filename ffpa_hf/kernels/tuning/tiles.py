@@ -71,6 +71,7 @@ class Problem(NamedTuple):
     itemsize: int
     workspace_mb: int
 
+    @functools.lru_cache(maxsize=4096)  # noqa: B019 - a tuple of plain numbers holds nothing alive
     def bucket(self, direction: Direction) -> Bucket:
         """The bucket of a call: lengths down to a power of two, batch x heads to a power of four, head dim as it is."""
         group = self.q_heads // max(1, self.kv_heads)
