@@ -242,6 +242,9 @@ def test_truth_in_chunks_is_eager_attention(case, monkeypatch):
     keep = key <= row if case.causal else torch.ones(case.q_len, case.kv_len, dtype=torch.bool)
     if case.window is not None:
         keep = keep & (key > row - case.window)
+    if case.documents:
+        length = case.q_len // case.documents
+        keep = keep & (key // length == row // length)
     out = F.scaled_dot_product_attention(
         q, k.repeat_interleave(case.group, 1), v.repeat_interleave(case.group, 1), attn_mask=keep
     )
