@@ -12,7 +12,7 @@ CPU_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 PYTEST_CPU := $(CPU_ENV) $(BIN)/python -m pytest -n $(WORKERS) --timeout 600 -q
 
 .DEFAULT_GOAL := help
-.PHONY: help install test test-slow test-transformers sweep lint format demo test-gpu bench clean
+.PHONY: help install test test-slow test-transformers sweep lint format demo notebooks test-gpu bench clean
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 20
@@ -55,6 +55,10 @@ format: $(STAMP) ## let ruff mend what it can
 # passive: on a machine that is busy with other work, spinning threads would wait for each other for minutes
 demo: $(STAMP) ## a photograph and a fine-tuning run, with and without ffpa_hf; writes demo-report/index.html
 	HF_HUB_OFFLINE=1 OMP_WAIT_POLICY=passive $(BIN)/ffpa-hf demo $(ARGS)
+
+notebooks: $(STAMP) ## run notebooks/*.py and keep each with its outputs as .ipynb
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev,notebooks]'
+	HF_HUB_OFFLINE=1 $(BIN)/python scripts/run_notebooks.py $(ARGS)
 
 test-gpu: ## the suite with real kernels, and the GPU-only tests
 	PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest -q -m "not slow" $(ARGS)

@@ -18,7 +18,6 @@ from ffpa_hf.demo.finetune import Recipe, write_checkpoint
 pytestmark = pytest.mark.gpu
 
 pytest.importorskip("transformers")
-peft = pytest.importorskip("peft")
 
 LENGTHS = (700, 1024, 580, 1792)
 SMALL = Recipe(
@@ -48,6 +47,7 @@ def load(implementation: str, dtype: torch.dtype, lora: bool = False):
 
     model = AutoModelForCausalLM.from_pretrained(folder(), attn_implementation=implementation, dtype=dtype).cuda()
     if lora:
+        peft = pytest.importorskip("peft")
         torch.manual_seed(1)
         config = peft.LoraConfig(target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], r=8, init_lora_weights=False)
         model = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
