@@ -45,6 +45,11 @@ _library.define(
     "bool[] needs, str backward) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
+_library.define(
+    "join_streams(Tensor[] streams, Tensor?[] weights, float[] eps, Tensor?[] cos, Tensor?[] sin, bool across_heads, "
+    "bool interleaved) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
 
 
 def encode(config: Backend) -> str:
@@ -162,7 +167,12 @@ def _backward(grad_out: Tensor, *values: Any) -> tuple[Tensor, ...]:
     return tuple(grad_out.new_empty(0) if grad is None else grad for grad in _gradients(grad_out, *values))
 
 
+def _join_streams(*values: Any) -> Tensor:
+    return _kernel("triton.qkv_kernels").join_streams(*values)
+
+
 for _key in ("CUDA", "CPU"):
+    _library.impl("join_streams", _join_streams, _key)
     _library.impl("flash_attn_forward", _forward, _key)
     _library.impl("flash_attn_backward", _backward, _key)
 
@@ -182,6 +192,12 @@ def _backward_fake(grad_out: Tensor, grad_lse: Any, out: Tensor, lse: Tensor, ro
         torch.empty_like(fields[name]) if needed else fields["query"].new_empty(0)
         for name, needed in zip(_DIFFERENTIABLE, needs, strict=True)
     )
+
+
+@torch.library.register_fake("ffpa::join_streams", lib=_library)
+def _join_streams_fake(streams: list[Tensor], *_: Any) -> Tensor:
+    batch, _, *head = streams[0].shape
+    return streams[0].new_empty(batch, sum(stream.shape[1] for stream in streams), *head)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -293,3 +309,21 @@ def flash_attn(
         with torch._C._AutoDispatchBelowAutograd():
             out, lse, _ = run(*arguments)
     return out, lse
+
+
+def join_streams(
+    streams: list[Tensor],
+    weights: list[Tensor | None],
+    eps: list[float],
+    cos: list[Tensor | None],
+    sin: list[Tensor | None],
+    across_heads: bool,
+    interleaved: bool,
+) -> Tensor:
+    """Run the operator that `kernels.reference.join_streams` defines; it has no gradient."""
+    values = streams, weights, eps, cos, sin, across_heads, interleaved
+    operator = torch.ops.ffpa.join_streams.default
+    if torch.compiler.is_compiling():
+        return operator(*values)
+    with torch._C._AutoDispatchBelowAutograd():
+        return operator(*values)

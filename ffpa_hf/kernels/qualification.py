@@ -20,9 +20,12 @@ import torch
 
 from ffpa_hf.kernels.tuning import constant_under_compile, store
 
-#: Kernel families that can be qualified; each is the folder of its name.
-FAMILIES: tuple[str, ...] = ("triton",)
-#: Distributions that compile a family's kernels, first found wins.
+#: Kernel families that can be qualified, each on its own: a folder, or some files of one. "triton" is attention,
+#: "triton-qkv" what runs between the projections and attention.
+FAMILIES: tuple[str, ...] = ("triton", "triton-qkv")
+_FOLDERS = {"triton-qkv": "triton"}
+_OWN_FILES: dict[str, tuple[str, ...]] = {"triton-qkv": ("qkv_kernels.py",)}
+#: Distributions that compile the kernels of a folder, first found wins.
 _COMPILERS = {"triton": ("triton", "pytorch-triton-rocm", "triton-rocm", "triton-windows")}
 _SHIPPED = Path(__file__).parent / "tuning" / "verdicts.json"
 _USER_FILE = "verdicts.json"
@@ -55,9 +58,13 @@ def target_name(capability: Sequence[int] | None, is_rocm: bool = False) -> str:
 @functools.cache
 def source_hash(family: str) -> str:
     """Hash of every source and data file of a kernel family, whatever the line endings and the place it is in."""
-    folder = Path(__file__).parent / _known(family)
+    folder = Path(__file__).parent / _folder(family)
+    own = _OWN_FILES.get(family)
+    others = {name for files in _OWN_FILES.values() for name in files} if own is None else set()
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*")):
+        if own is not None and path.name not in own or path.name in others:
+            continue
         if path.suffix in (".py", ".json", ".cu", ".cuh", ".h") and "__pycache__" not in path.parts:
             digest.update(path.relative_to(folder).as_posix().encode() + b"\0")
             digest.update(path.read_bytes().replace(b"\r\n", b"\n") + b"\0")
@@ -67,7 +74,7 @@ def source_hash(family: str) -> str:
 @functools.cache
 def compiler_version(family: str) -> str:
     """The compiler that builds a family's kernels, as "triton 3.6.0"; "<name> missing" where it is not installed."""
-    names = _COMPILERS[_known(family)]
+    names = _COMPILERS[_folder(family)]
     for name in names:
         try:
             return f"{name} {importlib.metadata.version(name)}"
@@ -197,6 +204,11 @@ def record(results: Path, shipped_path: Path = _SHIPPED) -> str:
     forget()
     where = f"{content['target']} ({content['device']})"
     return f"{family} on {where}: {content['cases']} cases, sources {content['source_hash']}"
+
+
+def _folder(family: str) -> str:
+    """The folder of `kernels/` that a family's sources are in."""
+    return _FOLDERS.get(_known(family), family)
 
 
 def _known(family: str) -> str:

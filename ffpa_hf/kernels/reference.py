@@ -1,9 +1,11 @@
-"""The definition of the operation, in plain torch: dense, differentiable, in whatever precision it is given.
+"""The definition of the operations, in plain torch: dense, differentiable, in whatever precision they are given.
 
 Every kernel is tested against this in float64. Knows no backend and no GPU.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -98,3 +100,42 @@ def hidden_keys(
     if mask is not None:
         hidden = ~mask if hidden is None else hidden | ~mask
     return hidden
+
+
+def join_streams(
+    streams: Sequence[Tensor],
+    weights: Sequence[Tensor | None],
+    eps: Sequence[float],
+    cos: Sequence[Tensor | None],
+    sin: Sequence[Tensor | None],
+    across_heads: bool = False,
+    interleaved: bool = True,
+) -> Tensor:
+    """QK-norm and rotary embedding of one or more streams of tokens, laid end to end: `[B, N1 + N2 + ..., H, D]`.
+
+    For each stream: x `[B, N, H, D]`, any strides; x / sqrt(mean(x^2) + eps) * weight, the mean over a head, or over
+    all heads of a token with `across_heads` (Zhang and Sennrich 2019, arXiv:1910.07467); weight `[D]` or `[H * D]`, or
+    None for none; a negative eps for no norm at all. Then each pair (a, b) of a head becomes
+    (a cos0 - b sin0, b cos1 + a sin1) (Su et al. 2021, arXiv:2104.09864); a pair is two neighbours, or the same place
+    of the two halves where not `interleaved`; cos and sin `[B or 1, N, D/2, 2]` hold the factors of both members, any
+    strides; None for no rotation.
+
+    Computed in float32 (float64 for float64) and rounded once, to the dtype of the streams. Differentiable.
+    """
+    parts = []
+    for x, weight, one_eps, one_cos, one_sin in zip(streams, weights, eps, cos, sin, strict=True):
+        out = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+        if one_eps >= 0:
+            dims = (-2, -1) if across_heads else (-1,)
+            out = out * torch.rsqrt(out.square().mean(dims, keepdim=True) + one_eps)
+            if weight is not None:
+                out = out * weight.to(out.dtype).reshape(x.shape[-2:] if across_heads else x.shape[-1:])
+        if one_cos is not None and one_sin is not None:
+            half = x.shape[-1] // 2
+            pairs = out.unflatten(-1, (half, 2)) if interleaved else out.unflatten(-1, (2, half)).transpose(-1, -2)
+            first, second = pairs.unbind(-1)
+            c, s = one_cos.to(out.dtype)[:, :, None], one_sin.to(out.dtype)[:, :, None]
+            turned = first * c[..., 0] - second * s[..., 0], second * c[..., 1] + first * s[..., 1]
+            out = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
+        parts.append(out.to(x.dtype))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)

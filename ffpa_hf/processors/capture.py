@@ -21,6 +21,7 @@ from torch.nn import Module
 
 from ffpa_hf.dispatch import Route
 from ffpa_hf.processors import signature
+from ffpa_hf.processors.native import native_of
 from ffpa_hf.processors.rebind import can_rebind, rebound
 from ffpa_hf.processors.redirect import Redirect, run_for
 from ffpa_hf.report import not_accelerated
@@ -42,7 +43,7 @@ class Slot:
     owner: the FFPAAttnProcessor whose route counts. inner: the very object that was replaced, or that stays in place
     (in_place). function: what computes: inner, or its twin that calls F.sdpa. rebind: it does so itself and nowhere
     else (see `rebind`). worker: a copy of inner whose dispatch names our backend, or None. needs_mode: its calls do not
-    all go through that backend. accepts: the arguments it names. scale: for twins of processors that multiply by
+    all go through that backend. native: what computes instead of all these where it knows the call. accepts: the arguments it names. scale: for twins of processors that multiply by
     `attn.scale`. unfused: the slot from before `fuse_qkv_projections`. enabled, before_enable: `ffpa_hf.enable` put
     owner here, over this FFPAAttnProcessor if any.
     """
@@ -53,6 +54,7 @@ class Slot:
     worker: Any = None
     backend: Any = None
     needs_mode: bool = False
+    native: Any = None
     rebind: bool = False
     takes_parallel_config: bool = False
     accepts: frozenset[str] = frozenset()
@@ -286,6 +288,8 @@ def capture(module: Module, inner: Any, owner: FFPAAttnProcessor) -> Slot | str:
         slot.worker = copy.copy(inner) if slot.backend is not None else None
         slot.takes_parallel_config = hasattr(inner, "_parallel_config")
         slot.needs_mode = bool(found & {_SDPA, _UNNAMED})
+    if not in_place and slot.scale is None:
+        slot.native = native_of(type(slot.function))
     return slot
 
 

@@ -1,7 +1,8 @@
 """`FFPAAttnProcessor`: one instance for every attention module of every diffusers model.
 
 It re-runs the processor that a module had before (kept on the module by `capture`) with the attention call redirected,
-so it knows no architecture. It holds a route and no state of any module, and does not import diffusers.
+so it knows no architecture; `native` has rewritten the best-known ones, and they come first. It holds a route and no
+state of any module, and does not import diffusers.
 """
 
 from __future__ import annotations
@@ -69,7 +70,18 @@ class FFPAAttnProcessor:
             slot = adopt(attn, self)
         if not slot.accepts.issuperset(kwargs):
             kwargs = _without_strangers(slot, kwargs)
+        if slot.native is not None and self._alone(slot):
+            out = slot.native((self.route, attn, None), attn, *args, **kwargs)
+            if out is not NotImplemented:
+                return out
         return self._run(slot, attn, (attn, *args), kwargs)
+
+    def _alone(self, slot: Slot) -> bool:
+        """Does nobody else have a say: no other backend of diffusers', no split of the sequence?"""
+        if self._attention_backend is not None and self._attention_backend != "ffpa":
+            return False
+        theirs = slot.inner._parallel_config if slot.takes_parallel_config else None
+        return not is_context_parallel(self._parallel_config) and not is_context_parallel(theirs)
 
     def _run(self, slot: Slot, attn: Module, args: Any, kwargs: Any) -> Any:
         chosen = self._attention_backend
