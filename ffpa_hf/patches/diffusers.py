@@ -15,7 +15,7 @@ from typing import Any
 from torch.nn import Module
 
 from ffpa_hf.dispatch import Route
-from ffpa_hf.processors import FFPAAttnProcessor, capture, fusing, inline, registry
+from ffpa_hf.processors import FFPAAttnProcessor, capture, fusing, inline, mask_sources, registry
 from ffpa_hf.processors import precision as precisions
 from ffpa_hf.report import add_describer, not_accelerated
 
@@ -194,8 +194,12 @@ def _accelerate(model: Module, plain: FFPAAttnProcessor, others: FFPAAttnProcess
             capture.enable(module, owner)
         elif inline.has_inline_attention(module):
             inline.install_inline(module, owner)
+        elif mask_sources.builds_frame_mask(module):
+            mask_sources.install_frame_mask(module, owner)
         elif reason := inline.why_out_of_reach(module):
             not_accelerated(module, reason)
+    for module in model.modules():  # once their attention is ours
+        mask_sources.note_padding(module)
 
 
 def _enable_text_encoders(obj: Any, route: Route) -> None:

@@ -11,10 +11,12 @@ import logging
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import Module
 
 from ffpa_hf.backends import Backend
 from ffpa_hf.dispatch import Route
+from ffpa_hf.masks import RowIntervals
 from ffpa_hf.processors import redirect, signature
 from ffpa_hf.processors.capture import Slot, adopt, run_sdpa, slot_of
 from ffpa_hf.processors.parallel import is_context_parallel
@@ -74,6 +76,9 @@ class FFPAAttnProcessor:
             out = slot.native((self.route, attn, None), attn, *args, **kwargs)
             if out is not NotImplemented:
                 return out
+        mask = kwargs.get("attention_mask")
+        if isinstance(mask, RowIntervals):  # made for a native processor, which does not take this call after all
+            kwargs = {**kwargs, "attention_mask": _dense(mask, args, kwargs)}
         return self._run(slot, attn, (attn, *args), kwargs)
 
     def _alone(self, slot: Slot) -> bool:
@@ -112,6 +117,14 @@ class FFPAAttnProcessor:
             if worker._parallel_config is not parallel:
                 worker._parallel_config = parallel
         return worker
+
+
+def _dense(mask: RowIntervals, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """0 and -inf, `[B, N, N]`, as diffusers' own modules make a mask of their tokens `[B, N, C]`."""
+    tokens = args[0] if args else kwargs["hidden_states"]
+    keep = mask.dense(tokens.shape[1])[:, 0]
+    zeros = torch.zeros(keep.shape, dtype=tokens.dtype, device=keep.device)
+    return zeros.masked_fill_(~keep, -torch.inf).expand(tokens.shape[0], -1, -1)
 
 
 def _without_strangers(slot: Slot, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from ffpa_hf.processors.capture import (
     slot_of,
     subclass,
 )
+from ffpa_hf.processors.mask_sources import inline_overrides
 from ffpa_hf.processors.redirect import Redirect
 
 if TYPE_CHECKING:
@@ -98,4 +99,4 @@ def accelerated_module_class(original: Any) -> type:
         with Redirect(slot.owner.route, self):
             return plain(self, *args, **kwargs)
 
-    return subclass(original, {"__call__": __call__}, accelerated_module_class)
+    return subclass(original, {"__call__": __call__, **inline_overrides(original)}, accelerated_module_class)

@@ -66,20 +66,26 @@ def _mentions(constant: Any) -> bool:
     return _SDPA in constant.co_names or any(_mentions(inner) for inner in constant.co_consts)
 
 
-def rebound(function: types.FunctionType) -> types.FunctionType:
-    """`function` with our attention and the globals of this moment; never stored on a module (it has no pickle)."""
-    twin, names = _twin(function)
+def rebound(function: types.FunctionType, replaced: tuple[tuple[str, Any], ...] = ()) -> types.FunctionType:
+    """`function` with our attention and the globals of this moment; never stored on a module (it has no pickle).
+
+    replaced: further globals, by name.
+    """
+    twin, names = _twin(function, replaced)
     ours, theirs = twin.__globals__, function.__globals__
     for name in names:  # a helper may have been patched since
         if name in theirs:
             value = theirs[name]
             ours[name] = _functional if value is F else value
+    ours.update(replaced)
     return twin
 
 
 @functools.lru_cache(maxsize=1024)
-def _twin(function: types.FunctionType) -> tuple[types.FunctionType, tuple[str, ...]]:
-    """The function over a copy of its globals, made once, and the names that its code may look up there."""
+def _twin(
+    function: types.FunctionType, replaced: tuple[tuple[str, Any], ...]
+) -> tuple[types.FunctionType, tuple[str, ...]]:
+    """The function over a copy of its globals, made once for what is replaced there, and the names it may look up."""
     twin = types.FunctionType(
         function.__code__, dict(function.__globals__), function.__name__, function.__defaults__, function.__closure__
     )

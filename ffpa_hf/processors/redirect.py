@@ -19,6 +19,7 @@ from torch.utils._device import DeviceContext
 
 from ffpa_hf.dispatch import Route
 from ffpa_hf.functional import attend
+from ffpa_hf.masks import RowIntervals
 from ffpa_hf.report import not_accelerated
 
 #: (route, module, scale where the call names none) of a running processor.
@@ -64,6 +65,24 @@ class Redirect(TorchFunctionMode):
             _scope.call = before
 
 
+class IntervalArgument:
+    """A `RowIntervals` on its way through an argument of F.scaled_dot_product_attention that only takes tensors.
+
+    `from_sdpa` takes it out again. A call that goes to torch after all gets the dense mask.
+    """
+
+    def __init__(self, intervals: RowIntervals) -> None:
+        self.intervals = intervals
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        mask = kwargs.get("attn_mask")
+        if isinstance(mask, cls):
+            kwargs["attn_mask"] = mask.intervals.dense(args[1].shape[-2])
+        return func(*args, **kwargs)
+
+
 def from_sdpa(
     query: Tensor,
     key: Tensor,
@@ -76,6 +95,8 @@ def from_sdpa(
 ) -> Tensor:
     """F.sdpa's arguments, served for the processor that is running: `[B, H, N, D]`."""
     route, site, own_scale = _scope.call or _NOBODY
+    if isinstance(attn_mask, IntervalArgument):
+        attn_mask = attn_mask.intervals
     scale = own_scale if scale is None else scale
     return serve(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, False, route, site)
 
@@ -100,6 +121,8 @@ def serve(
         if not return_lse and (_watched() or torch.compiler.is_compiling() and _undecidable(query, key, value)):
             if site is not None and not torch.compiler.is_compiling():
                 not_accelerated(site, "another TorchFunctionMode takes the F.scaled_dot_product_attention call")
+            if isinstance(attn_mask, RowIntervals):
+                attn_mask = attn_mask.dense(key.shape[-2])
             return F.scaled_dot_product_attention(
                 query,
                 key,
