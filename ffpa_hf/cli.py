@@ -491,12 +491,15 @@ app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options"
 
 @app.command()
 def selftest(
-    backend: Annotated[str | None, typer.Option(help="One backend; default: every one that is built.")] = None,
+    backend: Annotated[str | None, typer.Option(help="One family of kernels; default: every one built.")] = None,
     device: Annotated[str | None, typer.Option(help="cuda or cuda:1; cpu with TRITON_INTERPRET=1.")] = None,
     only: Annotated[
         str | None, typer.Option(help="Only checks whose description contains this; keeps no verdict.")
     ] = None,
-    output: Annotated[Path | None, typer.Option(help="Also write the outcome as JSON (one backend only).")] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="Also write the outcome as JSON; of several families, as NAME-<family>.json each."),
+    ] = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="Processes; default: half the cores, at most 8.")] = None,
 ) -> None:
     """Test our kernels on this GPU against the float64 reference, forward and backward, and keep the verdict.
@@ -517,7 +520,8 @@ def selftest(
         raise typer.Exit(2)
     failed = False
     for family in families:
-        failed = _selftest_family(family, target, only, output, jobs, console) or failed
+        path = output if output is None or len(families) == 1 else output.with_stem(f"{output.stem}-{family}")
+        failed = _selftest_family(family, target, only, path, jobs, console) or failed
     raise typer.Exit(1 if failed else 0)
 
 
@@ -545,7 +549,8 @@ def _selftest_family(
         raise typer.Exit(2)
     if target.type == "cuda":
         torch.cuda.set_device(target)
-    checks = [check for check in tests.grid(target.type == "cpu") if only is None or only in str(check)]
+    grid = tests.grid_of(family, target.type == "cpu")
+    checks = [check for check in grid if only is None or only in str(check)]
     if not checks:
         raise typer.BadParameter(f"{only!r} matches no check.", param_hint="--only")
     jobs = jobs or (min(8, (os.cpu_count() or 1) // 2) if target.type == "cuda" else 1)

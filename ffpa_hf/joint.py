@@ -1,4 +1,4 @@
-"""Streams of tokens into one joint buffer for attention: QK-norm, rotary embedding and placement, by kernel or in torch.
+"""Streams of tokens into one joint buffer: QK-norm, rotary embedding and placement, by kernel or in torch.
 
 The door for processors. Decides which of the two runs; knows no architecture and no module.
 """
@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from ffpa_hf import ops, settings
 from ffpa_hf.call import device_facts
@@ -41,7 +42,11 @@ def join(streams: Sequence[Stream], *, across_heads: bool = False, interleaved: 
     across_heads: the norm is over all heads of a token. interleaved: a rotary pair is two neighbours, else the same
     place of a head's two halves. Differentiable; `kernels.reference.join_streams` is the definition. On a GPU, without
     a gradient to keep, one kernel does each stream, where that kernel is qualified; elsewhere plain PyTorch does.
+
+    Raises ValueError for streams that differ in more than their length, and for tables or weights that do not fit.
     """
+    for stream in streams:
+        _check(stream, streams[0].heads.shape, across_heads)
     tensors = [stream.heads for stream in streams]
     weights = [stream.weight for stream in streams]
     eps = [-1.0 if stream.eps is None else stream.eps for stream in streams]
@@ -51,8 +56,15 @@ def join(streams: Sequence[Stream], *, across_heads: bool = False, interleaved: 
     return (ops.join_streams if serves else join_streams)(tensors, weights, eps, cos, sin, across_heads, interleaved)
 
 
-def _check(stream: Stream) -> None:
-    batch, length, _, head_dim = stream.heads.shape
+def _check(stream: Stream, first: torch.Size, across_heads: bool) -> None:
+    batch, length, heads, head_dim = stream.heads.shape
+    if (batch, heads, head_dim) != (first[0], first[2], first[3]):
+        raise ValueError(
+            f"heads: streams of {tuple(first)} and {tuple(stream.heads.shape)} differ beyond their length."
+        )
+    width = heads * head_dim if across_heads else head_dim
+    if stream.weight is not None and tuple(stream.weight.shape) != (width,):
+        raise ValueError(f"weight: shape {tuple(stream.weight.shape)} is not allowed; ({width},) is.")
     for table in stream.rotary or ():
         if table.shape[0] not in (1, batch) or tuple(table.shape[1:]) != (length, head_dim // 2, 2):
             raise ValueError(
@@ -74,6 +86,8 @@ def _kernel_serves(streams: list[Tensor], factors: list[Tensor | None], across_h
     if any(tensor.device != device for tensor in given):
         return False
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
+        return False
+    if forward_ad._current_level >= 0:  # the operator would lose a tangent
         return False
     if not torch.compiler.is_compiling() and any(map(torch._C._functorch.is_functorch_wrapped_tensor, given)):
         return False

@@ -196,8 +196,8 @@ def _backward_fake(grad_out: Tensor, grad_lse: Any, out: Tensor, lse: Tensor, ro
 
 @torch.library.register_fake("ffpa::join_streams", lib=_library)
 def _join_streams_fake(streams: list[Tensor], *_: Any) -> Tensor:
-    batch, _, *head = streams[0].shape
-    return streams[0].new_empty(batch, sum(stream.shape[1] for stream in streams), *head)
+    first = streams[0]
+    return first.new_empty(first.shape[0], sum(stream.shape[1] for stream in streams), *first.shape[2:])
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:

@@ -1,6 +1,7 @@
 """The numeric self-test of a kernel family: a grid of calls on the device it stands on, against the float64 reference.
 
 Calls `forward` and `backward` of `kernels/<family>` as the operators do; knows no planner and keeps no verdict.
+Families that are no attention have a grid and a judge of their own (`_SUITES`).
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ Mask = Literal[
 Layout = Literal["BHND", "BNHD", "fused", "expanded", "unaligned"]
 
 #: Half a unit in the last place, relative: what rounding an exact result to the dtype may cost.
-_ROUNDING = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-20}
+ROUNDING = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-20}
 _LSE_LIMIT = 1e-3  # absolute, natural log, per unit of the largest one
 
 
@@ -89,7 +90,7 @@ class Check:
 class Outcome:
     """errors: for each result (name, error, limit), error and limit relative to the norm of the float64 result."""
 
-    check: Check
+    check: Any
     passed: bool = False
     errors: list[tuple[str, float, float]] = field(default_factory=list)
     note: str = ""
@@ -135,8 +136,19 @@ _INTERVALS: tuple[Mask, ...] = ("window", "packed", "holes", "far apart")
 _HEAD_DIMS = (64, 72, 96, 128, 192, 200, 256, 320, 384, 448, 512, 576, 640, 768, 1024)
 
 
+#: Families tested by another module, which has its own `grid` and `run_check`, and the folder of their kernels.
+_SUITES = {"triton-qkv": ("ffpa_hf.kernels.selftest_qkv", "triton")}
+
+
+def grid_of(family: str, interpreted: bool = False) -> tuple[Any, ...]:
+    """The calls to make for a family. interpreted: few, for Triton's interpreter."""
+    if family in _SUITES:
+        return importlib.import_module(_SUITES[family][0]).grid(interpreted)
+    return grid(interpreted)
+
+
 def grid(interpreted: bool = False) -> tuple[Check, ...]:
-    """The calls to make. interpreted: a small grid in the dtypes that Triton's interpreter multiplies rightly."""
+    """The calls of attention. interpreted: a small grid in the dtypes that Triton's interpreter multiplies rightly."""
     if interpreted:
         small = [Check(torch.float16, 64, 40, 72, heads=2, kv_heads=2), Check(torch.float32, 72, 40, 40, mask="causal")]
         for feature in _FEATURES:
@@ -354,7 +366,7 @@ def _kernel(module: ModuleType, config: Any, problem: _Problem) -> dict[str, Ten
 
 
 @contextlib.contextmanager
-def _nan_in_new_memory() -> Iterator[None]:
+def nan_in_new_memory() -> Iterator[None]:
     """Fresh tensors hold NaN, so that whatever a kernel forgets to write is seen."""
     before = (
         torch.are_deterministic_algorithms_enabled(),
@@ -372,7 +384,7 @@ def _nan_in_new_memory() -> Iterator[None]:
         torch.utils.deterministic.fill_uninitialized_memory = before[2]  # type: ignore[attr-defined]
 
 
-def _distances(given: Tensor, exact: Tensor) -> tuple[float, float]:
+def distances(given: Tensor, exact: Tensor) -> tuple[float, float]:
     """Relative error of the whole, and the largest single one beside the largest exact value; inf where not finite."""
     difference = given.double() - exact
     norm, peak = float(exact.norm()), float(exact.abs().amax()) if exact.numel() else 0.0
@@ -394,14 +406,14 @@ def run_check(module: ModuleType, config: Any, check: Check, device: torch.devic
         problem = _build(check, device)
         exact = _exact(problem)
         allowed = _allowed(problem, check)
-        with _nan_in_new_memory():
+        with nan_in_new_memory():
             given = _kernel(module, config, problem)
             again = _kernel(module, config, problem)
     except Exception as error:
         outcome.note = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"[:200]
         outcome.seconds = time.perf_counter() - begin
         return outcome
-    rounding = _ROUNDING[check.dtype]
+    rounding = ROUNDING[check.dtype]
     for name, result in given.items():
         if result is None:
             outcome.note = f"{name} is missing"
@@ -412,7 +424,7 @@ def run_check(module: ModuleType, config: Any, check: Check, device: torch.devic
             outcome.note = f"{name} has shape {tuple(result.shape)}, not {tuple(exact[name].shape)}"
             outcome.errors.append((name, math.inf, rounding))
         else:
-            whole, single = _distances(result, exact[name])
+            whole, single = distances(result, exact[name])
             whole_limit, single_limit = allowed.get(name, (3 * rounding, 12 * rounding))
             outcome.errors += [(name, whole, whole_limit), (f"{name} (one element)", single, single_limit)]
     passed = all(error <= limit for _, error, limit in outcome.errors)
@@ -430,14 +442,14 @@ def _allowed(problem: _Problem, check: Check) -> dict[str, tuple[float, float]]:
     Where F.sdpa itself is far off or fails (its kernels have dead-row and mask faults of their own) its error is not
     trusted beyond a few roundings.
     """
-    rounding = _ROUNDING[check.dtype]
+    rounding = ROUNDING[check.dtype]
     try:
         plain, theirs = _exact(problem, plain=True), _sdpa(problem)
     except Exception:  # what F.sdpa cannot do at all leaves the default limits
         return {}
     limits = {}
     for name, result in theirs.items():
-        whole, single = _distances(result, plain[name])
+        whole, single = distances(result, plain[name])
         limits[name] = (2 * min(whole, 4 * rounding) + rounding, 2 * min(single, 8 * rounding) + 4 * rounding)
     return limits
 
@@ -455,18 +467,18 @@ def _lse_error(given: Tensor, exact: Tensor) -> float:
 def run(
     family: str,
     device: torch.device,
-    checks: Sequence[Check] | None = None,
+    checks: Sequence[Any] | None = None,
     on_check: Callable[[Outcome], None] = lambda outcome: None,
     *,
     jobs: int = 1,
 ) -> list[Outcome]:
-    """Run a family's grid on a device. checks: None takes `grid()`, the small one off GPUs (the interpreter).
+    """Run a family's grid on a device. checks: None takes `grid_of` it, the small one off GPUs (the interpreter).
 
     jobs: processes that share the checks, since compiling takes most of the time. `on_check` is called as checks end;
     the outcomes are in the order of the checks. Raises ImportError where the family's compiler is not installed.
     """
-    wanted = list(grid(device.type == "cpu") if checks is None else checks)
-    importlib.import_module(f"ffpa_hf.kernels.{family}")
+    wanted = list(grid_of(family, device.type == "cpu") if checks is None else checks)
+    importlib.import_module(f"ffpa_hf.kernels.{_SUITES[family][1] if family in _SUITES else family}")
     outcomes: dict[int, Outcome] = {}
     if jobs <= 1:
         for index, check in enumerate(wanted):
@@ -485,7 +497,9 @@ def run(
     return [outcomes[index] for index in range(len(wanted))]
 
 
-def _work(family: str, check: Check, device: torch.device) -> Outcome:
+def _work(family: str, check: Any, device: torch.device) -> Outcome:
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
+    if family in _SUITES:
+        return importlib.import_module(_SUITES[family][0]).run_check(check, device)
     return run_check(importlib.import_module(f"ffpa_hf.kernels.{family}"), NAMES[family], check, device)

@@ -43,9 +43,9 @@ class Slot:
     owner: the FFPAAttnProcessor whose route counts. inner: the very object that was replaced, or that stays in place
     (in_place). function: what computes: inner, or its twin that calls F.sdpa. rebind: it does so itself and nowhere
     else (see `rebind`). worker: a copy of inner whose dispatch names our backend, or None. needs_mode: its calls do not
-    all go through that backend. native: what computes instead of all these where it knows the call. accepts: the arguments it names. scale: for twins of processors that multiply by
-    `attn.scale`. unfused: the slot from before `fuse_qkv_projections`. enabled, before_enable: `ffpa_hf.enable` put
-    owner here, over this FFPAAttnProcessor if any.
+    all go through that backend. native: what computes instead of all these where it knows the call. accepts: the
+    arguments it names. scale: for twins of processors that multiply by `attn.scale`. unfused: the slot from before
+    `fuse_qkv_projections`. enabled, before_enable: `ffpa_hf.enable` put owner here, over this FFPAAttnProcessor if any.
     """
 
     owner: FFPAAttnProcessor
@@ -289,7 +289,7 @@ def capture(module: Module, inner: Any, owner: FFPAAttnProcessor) -> Slot | str:
         slot.takes_parallel_config = hasattr(inner, "_parallel_config")
         slot.needs_mode = bool(found & {_SDPA, _UNNAMED})
     if not in_place and slot.scale is None:
-        slot.native = native_of(type(slot.function))
+        slot.native = native_of(type(slot.function))  # type: ignore[arg-type]
     return slot
 
 

@@ -91,7 +91,9 @@ def inline_overrides(original: Any) -> dict[str, Any]:
     if not isinstance(plain, staticmethod):
         return {}
 
-    def prepare(n_frame: int, n_hw: int, dtype: torch.dtype, device: torch.device, batch_size: int | None = None) -> Any:
+    def prepare(
+        n_frame: int, n_hw: int, dtype: torch.dtype, device: torch.device, batch_size: int | None = None
+    ) -> Any:
         if torch.compiler.is_compiling():
             return plain(n_frame, n_hw, dtype, device, batch_size)
         return IntervalArgument(frame_causal(n_frame, n_hw, device))
