@@ -309,9 +309,8 @@ def _plain(
     key = key if attn.norm_k is None else attn.norm_k(key)
     out = _project_out(attn, attend_heads(caller, query, key, value, mask))
     if residual.dim() == 4:
-        out = out.transpose(-1, -2).unflatten(-1, residual.shape[-2:])
-        out = residual + out if attn.residual_connection else out.contiguous()
-    elif attn.residual_connection:
+        out = out.transpose(-1, -2).reshape(residual.shape)
+    if attn.residual_connection:
         out = out + residual
     return out if attn.rescale_output_factor == 1 else out / attn.rescale_output_factor
 

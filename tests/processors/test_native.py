@@ -1,4 +1,4 @@
-"""Native processors: the default processors' numbers with fewer copies, and a way back for whatever they do not know."""
+"""Native processors: the default numbers with fewer copies, and a way back for whatever they do not know."""
 
 from __future__ import annotations
 
@@ -159,7 +159,8 @@ def test_the_default_numbers(name, served):
 def test_the_kernel_gives_the_default_numbers(name, kernel, served):
     expected, result, _ = both(name)
     assert close(result, expected) and served.native == MODELS[name]
-    assert len(kernel) >= 2 * served.native
+    plain = 1 if name == "hunyuan_video15" else 0  # its refiner has neither norms nor positions
+    assert len(kernel) >= 2 * (served.native - plain)
 
 
 @pytest.mark.parametrize("name", ["flux", "flux2", "qwen_image", "wan_image", "hunyuan_video15", "vae_kl"])
@@ -538,7 +539,11 @@ def test_models_with_native_processors_are_copied_and_pickled(served):
 
 def kinds(served: SimpleNamespace) -> set[str]:
     return {
-        "none" if mask is None else "intervals" if isinstance(mask, RowIntervals) else "x".join(map(str, mask.shape[2:]))
+        "none"
+        if mask is None
+        else "intervals"
+        if isinstance(mask, RowIntervals)
+        else "x".join(map(str, mask.shape[2:]))
         for mask in (call["attn_mask"] for call in served.attention)
     }
 
@@ -586,7 +591,7 @@ def test_frame_causal_autoencoders_make_no_square_mask(name, served):
         ffpa_hf.enable(model)
         ffpa_hf.enable(model, backend="sdpa")
         assert close(tiny.run(model, inputs), expected)
-        assert kinds(served) == {"intervals"} and {c["route"].backend for c in served.attention} == {"sdpa"}
+        assert kinds(served) == {"intervals"} and {c["route"].backend.name for c in served.attention} == {"sdpa"}
         again = pickle.loads(pickle.dumps(model))
         assert close(tiny.run(again, inputs), expected)
         ffpa_hf.disable(model)
@@ -607,9 +612,7 @@ def test_frame_causal_gradients(served):
         tiny.run(model, inputs).square().sum().backward()
         gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
     assert kinds(served) == {"intervals"}
-    assert all(
-        (a - b).abs().max() <= TOLERANCE * max(1, a.abs().max().item()) for a, b in zip(*gradients, strict=True)
-    )
+    assert all((a - b).abs().max() <= TOLERANCE * max(1, a.abs().max().item()) for a, b in zip(*gradients, strict=True))
 
 
 def test_an_interval_mask_that_no_native_processor_takes_becomes_dense(served, monkeypatch):
@@ -649,12 +652,22 @@ def test_an_interval_argument_means_the_same_to_torch():
 
 
 @pytest.mark.parametrize("name", ["flux", "qwen_image", "wan"])
-def test_native_processors_compile_whole(name, served, kernel):
+def test_native_processors_compile_whole(name, monkeypatch):
+    """Whole, with the kernel's operator in the graph."""
+    graphs: list[Any] = []
+
+    def backend(module: Any, inputs: Any) -> Any:
+        graphs.append([node.target for node in module.graph.nodes])
+        return torch._dynamo.lookup_backend("aot_eager")(module, inputs)
+
+    monkeypatch.setattr("ffpa_hf.joint._kernel_serves", lambda streams, factors, across_heads: True)
+    torch._dynamo.reset()
     model, inputs = make(name)
     with torch.no_grad():
         expected = tiny.run(model, inputs)
         model.set_attn_processor(FFPAAttnProcessor())
         block = (model.blocks if name == "wan" else model.transformer_blocks)[0]
-        block.compile(fullgraph=True, backend="aot_eager")
+        block.compile(fullgraph=True, backend=backend)
         result = tiny.run(model, inputs)
-    assert close(result, expected) and kernel
+    assert close(result, expected) and len(graphs) == 1
+    assert graphs[0].count(torch.ops.ffpa.join_streams.default) == (4 if name == "wan" else 2)
