@@ -322,8 +322,9 @@ def join_streams(
 ) -> Tensor:
     """Run the operator that `kernels.reference.join_streams` defines; it has no gradient."""
     values = streams, weights, eps, cos, sin, across_heads, interleaved
-    operator = torch.ops.ffpa.join_streams.default
     if torch.compiler.is_compiling():
-        return operator(*values)
+        return torch.ops.ffpa.join_streams.default(*values)
+    if _unwatched((*streams, *weights, *cos, *sin)):
+        return _join_streams(*values)
     with torch._C._AutoDispatchBelowAutograd():
-        return operator(*values)
+        return torch.ops.ffpa.join_streams.default(*values)

@@ -78,6 +78,8 @@ def holds_processor(module: Module) -> bool:
 
 def how_served(slot: Slot) -> str:
     """By which of the ways of docs/diffusers.md the attention of a module with this slot is redirected."""
+    if slot.native is not None:
+        return "native" if slot.function is not None else "mask in O(N)"
     if slot.function is None:
         return "inline"
     if slot.in_place:

@@ -53,7 +53,7 @@ def install_frame_mask(module: Module, owner: FFPAAttnProcessor) -> None:
         slot.owner = owner
         return
     kind: Any = type(module)
-    module.__dict__[_ATTRIBUTE] = Slot(owner, None, None, class_name=kind.__name__)
+    module.__dict__[_ATTRIBUTE] = Slot(owner, None, None, native=_intervals, class_name=kind.__name__)
     module.__class__ = frame_mask_class(kind)
 
 
