@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -216,3 +217,67 @@ def test_describe_names_kernels_tiles_and_scratch():
     assert "attention_forward" in small and "pointers" in small
     for head_dim, capability in itertools.product((64, 72, 1024), ((8, 0), (9, 0), (12, 0))):
         assert triton.describe(_call(head_dim=head_dim, value_dim=head_dim, capability=capability, needs_grad=True))
+
+
+# --- decoding ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("smem_limit", configs.SMEM_LIMITS)
+def test_decoding_has_a_legal_tile_that_holds_the_rows(smem_limit):
+    for head_dim, q_len, group, itemsize in itertools.product(HEAD_DIMS, range(1, 8), (1, 8, 32), (2, 4)):
+        chosen = configs.choose_decode(head_dim, q_len, group, smem_limit, itemsize)
+        if chosen is None:  # the ordinary forward serves what fits nowhere
+            assert 50 * configs.split_columns(head_dim, head_dim).width * itemsize > smem_limit
+            continue
+        assert configs.is_legal(chosen, head_dim, smem_limit, itemsize, False)
+        tiles = configs.decode_row_tiles(chosen, q_len * group)
+        assert tiles * chosen.block_m >= q_len * group
+        assert configs.for_rows(chosen, head_dim, q_len * group, smem_limit, itemsize) == chosen
+
+
+def test_decoding_begins_below_eight_rows():
+    assert configs.choose_decode(512, 0, 1, 227 * KB) is None
+    assert configs.choose_decode(512, 8, 1, 227 * KB) is None
+    assert configs.choose_decode(512, 7, 8, 227 * KB).block_m == 32
+    assert configs.choose_decode(128, 7, 8, 227 * KB).block_m == 64
+
+
+def test_a_tuned_decode_tile_keeps_its_rows_where_more_do_not_fit():
+    tight = configs.DecodeConfig(16, 64, 4, 4, 2)
+    assert configs.is_legal(tight, 128, 227 * KB, 2, False)
+    assert configs.for_rows(tight, 128, 56, 227 * KB, 2) == tight
+    assert configs.for_rows(configs.DecodeConfig(16, 32, 4, 3, 2), 128, 56, 227 * KB, 2).block_m == 64
+
+
+@pytest.mark.parametrize("field", ["block_m", "block_n", "num_warps", "num_stages", "per_processor"])
+def test_a_decode_tile_of_nothing_is_not_legal(field):
+    config = replace(configs.DecodeConfig(16, 64, 4, 3, 2), **{field: 0})
+    assert not configs.is_legal(config, 128, 227 * KB, 2, False)
+
+
+def test_few_heads_fill_the_gpu_and_many_are_not_divided():
+    config = configs.DecodeConfig(16, 32, 4, 3, 1)
+
+    def splits(tiles, kv_len):
+        return configs.decode_splits(config, tiles, -(-kv_len // 32), 132)
+
+    assert splits(4, 8192) * 4 >= 0.9 * 132
+    assert splits(1, 10**6) >= 132
+    assert splits(132 * 8, 8192) == 1
+    assert splits(1, 1) == splits(1, 0) == splits(0, 8192) == 1
+    for tiles in (70, 100, 150):  # neither one nor two programs for each place: no half of the GPU stays idle
+        number = splits(tiles, 8192)
+        rounds = -(-tiles * number // 132)
+        assert tiles * number >= 0.75 * rounds * 132
+    assert all(1 <= splits(tiles, kv_len) <= -(-kv_len // 32) for tiles in (1, 3, 64) for kv_len in (1, 33, 500, 5000))
+
+
+def test_describe_says_into_how_many_parts_the_keys_are_split(monkeypatch):
+    monkeypatch.setattr(triton, "_processors", lambda device_type: 132)
+    text = triton.describe(_call(q_len=1, kv_heads=4), TritonBackend())
+    config = configs.choose_decode(512, 1, 8, 227 * KB)
+    number = configs.decode_splits(config, 4, -(-8192 // config.block_n), 132)
+    assert f"split-KV decode, {number} splits" in text and "decode_combine" in text and "8 query rows" in text
+    one = triton.describe(_call(q_len=2, batch=512), TritonBackend())
+    assert "1 split," in one and "decode_combine" not in one
+    assert "Backward" in triton.describe(_call(q_len=2, needs_grad=True), TritonBackend())

@@ -90,7 +90,9 @@ def describe(call: AttentionCall, config: TritonBackend | None = None) -> str:
     name = call.device_name if call.device_type == "cuda" else ""
     tile, source = _chosen("forward", problem, target, name, config)
     loads = ("TMA descriptors" if target.tma else "pointers") + source
-    if isinstance(tile, configs.WideConfig):
+    if isinstance(tile, configs.DecodeConfig):
+        text = _describe_decode(call, configs.for_rows(tile, *_rows(call), target.smem_limit, itemsize), source)
+    elif isinstance(tile, configs.WideConfig):
         scores, product = tile.scores, tile.product
         columns = configs.split_columns(call.head_dim, product.width)
         text = (
@@ -135,6 +137,32 @@ def _chosen(
         return found.tiles, f"; tiles of {found.source}"
     later = "; these shapes are timed at the first such call" if autotune and device_name else ""
     return choice.by_rule(direction, problem, target), later
+
+
+def _rows(call: AttentionCall) -> tuple[int, int]:
+    """(head dim, query rows that share a key head)."""
+    return call.head_dim, call.q_len * (call.q_heads // max(1, call.kv_heads))
+
+
+def _describe_decode(call: AttentionCall, tile: configs.DecodeConfig, source: str) -> str:
+    _, rows = _rows(call)
+    tiles = call.batch * call.kv_heads * configs.decode_row_tiles(tile, rows)
+    splits = configs.decode_splits(tile, tiles, -(-call.kv_len // tile.block_n), _processors(call.device_type))
+    kernels = "decode_split" if splits == 1 else "decode_split, decode_combine"
+    return (
+        f"{kernels}: split-KV decode, {splits} split{'' if splits == 1 else 's'}, {rows} query rows of each key head "
+        f"in tiles of {tile.block_m}, {tile.block_n} keys a step, {tile.num_warps} warps, {tile.num_stages} stages, "
+        f"loads through pointers{source}."
+    )
+
+
+def _processors(device_type: str) -> int:
+    """Multiprocessors, as the launcher counts them."""
+    if device_type != "cuda":
+        return 1
+    if not torch.cuda.is_available():
+        return configs.ASSUMED_PROCESSORS
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
 
 
 def _widths(columns: configs.Columns) -> str:

@@ -19,7 +19,7 @@ from ffpa_hf.kernels.tuning.tiles import Bucket, Direction, Mode, Problem
 #: Any config of `configs`: what a row's "tiles" are read back into.
 Tiles = Any
 
-_FORWARD = ("ForwardConfig", "WideConfig")
+_FORWARD = ("ForwardConfig", "WideConfig", "DecodeConfig")
 _BACKWARD = ("BackwardConfig", "FusedBackwardConfig")
 _KINDS: dict[Direction, tuple[str, ...]] = {"forward": _FORWARD, "backward": _BACKWARD}
 
@@ -81,6 +81,10 @@ def by_rule(direction: Direction, problem: Problem, target: configs.Target) -> T
     limits = target.smem_limit, problem.itemsize, target.tma, problem.busy
     if direction == "backward":
         return configs.choose_backward(problem.head_dim, *limits)
+    group = problem.q_heads // max(1, problem.kv_heads)
+    decode = configs.choose_decode(problem.head_dim, problem.q_len, group, *limits[:2])
+    if decode is not None:
+        return decode
     lanes, lengths = problem.batch * problem.q_heads, (problem.q_len, problem.kv_len)
     wide = configs.choose_wide(problem.head_dim, lanes, *lengths, problem.workspace_mb, *limits)
     return wide or configs.choose_forward(problem.head_dim, problem.q_len, *limits)

@@ -82,6 +82,18 @@ class WideConfig:
 
 
 @dataclass(frozen=True)
+class DecodeConfig:
+    """block_m packed query rows against block_n keys per step; per_processor: programs that share a multiprocessor,
+    which decides the number of splits."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    per_processor: int
+
+
+@dataclass(frozen=True)
 class BackwardConfig:
     """The three kernels of a backward pass and the one for a bias gradient."""
 
@@ -182,8 +194,17 @@ def key_value_smem(config: KeyValueConfig, head_dim: int, itemsize: int) -> int:
     return (kept + passing + weights) * itemsize + vectors + 1024
 
 
+def decode_smem(config: DecodeConfig, head_dim: int, itemsize: int) -> int:
+    """Shared memory of the decode kernel in bytes, an estimate from above."""
+    width = split_columns(head_dim, head_dim).width
+    # A product of 64 rows or more runs while the next step's tiles are already being overwritten.
+    buffers = config.num_stages if config.block_m >= 64 else max(1, config.num_stages - 1)
+    probabilities = config.block_m * (config.block_n + 16) * itemsize
+    return (2 * config.block_n * buffers + config.block_m) * width * itemsize + probabilities
+
+
 def is_legal(
-    config: ForwardConfig | WideConfig | BackwardConfig | FusedBackwardConfig,
+    config: ForwardConfig | WideConfig | DecodeConfig | BackwardConfig | FusedBackwardConfig,
     head_dim: int,
     smem_limit: int,
     itemsize: int,
@@ -215,6 +236,15 @@ def is_legal(
         fits = fits and product.block * columns.width // (product.num_warps * 32) <= _MAX_ACCUMULATOR
         # The product reads whole steps of what the scores kernel wrote in whole tiles, in blocks of the same rows.
         return fits and scores.block_n % product.step == 0 and scores.block_m == product.block
+    if isinstance(config, DecodeConfig):
+        if (
+            min(config.block_m, config.block_n) < 16
+            or min(config.num_warps, config.num_stages, config.per_processor) < 1
+        ):
+            return False
+        accumulator = config.block_m * split_columns(head_dim, head_dim).width // (config.num_warps * 32)
+        fits = decode_smem(config, head_dim, itemsize) * config.per_processor <= smem_limit
+        return fits and accumulator <= _MAX_SCORES
     columns = split_columns(head_dim, config.width)
     if tma and not config.chunk and config.num_stages == 1:
         # Narrow boxes that are not prefetched fault on Hopper (seen at head dims 72 and 96, Triton 3.6).
@@ -277,6 +307,25 @@ _FORWARD_FEW_ROWS: tuple[tuple[int, ForwardConfig], ...] = (
     (1024, ForwardConfig(16, 32, 64, 512, 4, 3)),
     (1024, ForwardConfig(16, 16, 32, 256, 4, 1)),
 )
+
+#: Query rows from which a call is no longer decoding.
+DECODE_BELOW = 8
+#: Multiprocessors that `describe` counts with where there is no GPU to ask: an H200's.
+ASSUMED_PROCESSORS = 132
+# (head dim up to, config); the first legal one is taken. Keys and values of the next steps are on their way while one
+# is multiplied: a program is to wait for memory and for nothing else.
+_DECODE: tuple[tuple[int, DecodeConfig], ...] = (
+    (128, DecodeConfig(16, 64, 4, 3, 2)),
+    (256, DecodeConfig(16, 32, 4, 3, 2)),
+    (512, DecodeConfig(16, 32, 4, 4, 1)),
+    (512, DecodeConfig(16, 32, 4, 3, 1)),
+    (512, DecodeConfig(16, 16, 4, 3, 1)),
+    (512, DecodeConfig(16, 16, 4, 2, 1)),
+    (1024, DecodeConfig(16, 16, 8, 3, 1)),
+    (1024, DecodeConfig(16, 16, 8, 2, 1)),
+)
+_MOST_SPLITS = 256
+_DECODE_START = 2  # blocks of keys that could be read while a program starts and leaves its result
 
 # (blocks of rows up to, config) for head dims above _FUSED_UP_TO: many blocks run as two small ones per multiprocessor,
 # whose products and exponentials overlap; few blocks need a large tile each. Fewer than _WIDE_BLOCKS leave much idle.
@@ -345,6 +394,59 @@ def choose_forward(
         if head_dim <= limit and is_legal(config, head_dim, smem_limit, itemsize, tma):
             return config
     raise ValueError(f"no Triton forward tile fits head_dim {head_dim} in {smem_limit} bytes of shared memory")
+
+
+@functools.lru_cache(maxsize=1024)
+def choose_decode(head_dim: int, q_len: int, group: int, smem_limit: int, itemsize: int = 2) -> DecodeConfig | None:
+    """The split-KV kernel's config, None where there are too many query rows for it or no tile fits.
+
+    group: query heads per key head, whose rows share a tile.
+    """
+    if not 1 <= q_len < DECODE_BELOW:
+        return None
+    rows = group * q_len
+    while True:
+        for limit, config in _DECODE:
+            sized = replace(config, **_decode_rows(head_dim, rows))
+            if head_dim <= limit and is_legal(sized, head_dim, smem_limit, itemsize, False):
+                return sized
+        if rows <= 16:
+            return None
+        rows //= 2
+
+
+def _decode_rows(head_dim: int, rows: int) -> dict[str, int]:
+    """What a tile for `rows` packed rows differs in from the tables' tiles of 16."""
+    most = 64 if head_dim <= 256 else 32 if head_dim <= 512 else 16  # the sums of more would not fit in registers
+    block_m = min(max(16, power_of_two(rows)), most)
+    return {} if block_m == 16 else {"block_m": block_m, "num_warps": 8}
+
+
+@functools.lru_cache(maxsize=1024)
+def for_rows(config: DecodeConfig, head_dim: int, rows: int, smem_limit: int, itemsize: int) -> DecodeConfig:
+    """A tuned config, which was timed with few rows, with a tile for `rows` packed rows where that fits."""
+    sized = replace(config, **_decode_rows(head_dim, rows))
+    return sized if is_legal(sized, head_dim, smem_limit, itemsize, False) else config
+
+
+def decode_row_tiles(config: DecodeConfig, rows: int) -> int:
+    """Row tiles of one key head, whose query heads' rows are packed."""
+    return -(-rows // config.block_m)
+
+
+@functools.lru_cache(maxsize=1024)
+def decode_splits(config: DecodeConfig, tiles: int, kv_blocks: int, processors: int) -> int:
+    """Programs among which the keys of each row tile are divided: the number that ends soonest.
+
+    tiles: row tiles of all key heads; kv_blocks: blocks of keys. The time of a number is that of its rounds over the
+    multiprocessors, each as long as a program's blocks of keys and the start of one.
+    """
+    places = processors * config.per_processor
+
+    def time(splits: int) -> int:
+        return -(-tiles * splits // places) * (-(-kv_blocks // splits) + _DECODE_START)
+
+    return min(range(1, max(1, min(kv_blocks, _MOST_SPLITS)) + 1), key=time)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -21,6 +21,7 @@ from ffpa_hf.kernels.philox import drop_threshold
 from ffpa_hf.kernels.triton import backward_kernels as device
 from ffpa_hf.kernels.triton import choice, configs
 from ffpa_hf.kernels.triton import fused_backward_kernels as fused
+from ffpa_hf.kernels.triton.decode_kernels import decode_combine, decode_split
 from ffpa_hf.kernels.triton.forward_kernel import attention_forward
 from ffpa_hf.kernels.triton.primitives import Dropout, Scores, Visibility
 from ffpa_hf.kernels.triton.wide_forward_kernels import forward_product, forward_scores
@@ -30,6 +31,7 @@ _LOG2E = math.log2(math.e)
 _LIMIT_32 = 2**31
 _REMEMBERED = 4096  # shapes and strides whose consequences are kept
 _MARGIN_ROWS = 256  # a tile may compute addresses this far past the last row before masking them
+_COMBINE_COLUMNS, _COMBINE_SPLITS = 64, 32  # the tile of partial results that is summed at once
 
 #: Tests set these: 64-bit addressing, and descriptors, whatever the tensors and the device are.
 FORCE_WIDE: bool | None = None
@@ -95,13 +97,15 @@ def forward(
     if kv_len == 0:
         return _without_keys(inputs, out, lse, stats)
 
-    tma = _target(query.device).tma
+    target = _target(query.device)
     with _on(query.device):
         tiles = tiles or _choose("forward", inputs, workspace_mb, autotune)
-        if isinstance(tiles, configs.WideConfig):
-            _wide_forward(inputs, out, lse, stats, tiles, tma, workspace_mb)
+        if isinstance(tiles, configs.DecodeConfig):
+            _decode_forward(inputs, out, lse, stats, tiles, target)
+        elif isinstance(tiles, configs.WideConfig):
+            _wide_forward(inputs, out, lse, stats, tiles, target.tma, workspace_mb)
         else:
-            _fused_forward(inputs, out, lse, stats, tiles, tma)
+            _fused_forward(inputs, out, lse, stats, tiles, target.tma)
     return out, lse, stats
 
 
@@ -131,6 +135,47 @@ def _fused_forward(
         TMA=tma, INT=index_type(query, key, value, out, lse, inputs.mask, inputs.bias),
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
+
+
+def _decode_forward(
+    inputs: AttentionInputs, out: Tensor, lse: Tensor, stats: Tensor, config: configs.DecodeConfig,
+    target: configs.Target,
+) -> None:  # fmt: skip
+    """Partial results of every split, then their sum; with one split that is the result."""
+    query, key, value = inputs.query, inputs.key, inputs.value
+    batch, q_heads, q_len, head_dim = query.shape
+    kv_heads, kv_len = key.shape[1:3]
+    rows = inputs.group * q_len
+    config = configs.for_rows(config, head_dim, rows, target.smem_limit, query.element_size())
+    row_tiles = configs.decode_row_tiles(config, rows)
+    tiles = batch * kv_heads * row_tiles
+    splits = configs.decode_splits(config, tiles, -(-kv_len // config.block_n), _processors(query.device))
+    partial = partial_stats = None
+    if splits > 1:
+        partial = lse.new_empty(splits, *query.shape)
+        partial_stats = lse.new_empty(2, splits, *lse.shape)
+    columns = configs.split_columns(head_dim, head_dim)
+    slope, cap, _ = _score_factors(inputs)
+    integer = index_type(query, key, value, out, lse, inputs.mask, inputs.bias, partial)
+    # The second kernel may start while the first ends, and then waits for it (programmatic dependent launch).
+    overlap = target.tma and splits > 1 and query.is_cuda
+    stats_or_none = stats if stats.numel() else None
+    decode_split[(tiles * splits,)](
+        query, _units(query), key, _units(key), value, _units(value),
+        out, _units(out), lse, stats_or_none, inputs.sinks, partial, partial_stats,
+        _visibility(inputs), _dropout(inputs), Scores(slope, cap),
+        q_heads, inputs.group, q_len, kv_len, lse.numel(), splits, row_tiles,
+        D=head_dim, D0=columns.first, D1=columns.second, BM=config.block_m, BN=config.block_n,
+        CAUSAL=inputs.is_causal, PDL=overlap, INT=integer,
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+    if splits > 1:
+        pieces = -(-head_dim // _COMBINE_COLUMNS)
+        more = {"launch_pdl": True} if overlap else {}
+        decode_combine[(lse.numel() * pieces,)](
+            partial, partial_stats, out, _units(out), lse, stats_or_none, q_heads, q_len, lse.numel(), splits,
+            D=head_dim, BD=_COMBINE_COLUMNS, BS=_COMBINE_SPLITS, PDL=overlap, INT=integer, num_warps=4, **more,
+        )  # fmt: skip
 
 
 def _wide_forward(

@@ -21,7 +21,7 @@ BIG = tl.constexpr(2**31 - 1)
 #: Arguments whose value must not make another kernel: a new length, head count or round is no reason to compile.
 SIZES = (
     "Hq", "group", "n_q", "n_kv", "stats_size", "lane0", "lanes", "tile0", "tiles", "row0", "row1", "padded_rows",
-    "slots", "bias_heads", "batches", "heads",
+    "slots", "bias_heads", "batches", "heads", "splits", "row_tiles",
 )  # fmt: skip
 
 
@@ -207,12 +207,21 @@ def base2_scores(s, scores, seen, i_b, i_h, o_m, o_n, n_q, n_kv, INT: tl.constex
 
 @triton.jit
 def kept(dropout, lane, row, col, BM: tl.constexpr, BN: tl.constexpr):
-    """Bool [BM, BN]: the probabilities that dropout keeps, as `philox_keep_mask` defines; col is a multiple of 4."""
+    """Bool [BM, BN]: the probabilities that dropout keeps in rows [row, row + BM) of one lane, as `kept_rows`."""
+    return kept_rows(dropout, lane, row + tl.arange(0, BM), col, BM, BN)
+
+
+@triton.jit
+def kept_rows(dropout, lane, o_m, col, BM: tl.constexpr, BN: tl.constexpr):
+    """Bool [BM, BN]: the probabilities that dropout keeps, as `philox_keep_mask` defines; col is a multiple of 4.
+
+    lane: batch * Hq + head of the rows o_m [BM], a scalar or [BM, 1].
+    """
     seed = tl.load(dropout.rng)
     offset = tl.load(dropout.rng + 1).to(tl.uint32)
     quad = (col // 4 + tl.arange(0, BN // 4)).to(tl.uint32)[None, :]
     zero = tl.zeros([BM, BN // 4], tl.uint32)
-    o_m = (row + tl.arange(0, BM)).to(tl.uint32)[:, None]
+    o_m = o_m.to(tl.uint32)[:, None]
     w0, w1, w2, w3 = tl.philox(seed, zero + quad, zero + o_m, zero + lane.to(tl.uint32), zero + offset)
     limit = tl.full([1, 1], dropout.threshold, tl.int32).to(tl.uint32, bitcast=True)
     even = tl.join(w0 >= limit, w2 >= limit)

@@ -23,6 +23,7 @@ from ffpa_hf.kernels.common import AttentionInputs
 from ffpa_hf.kernels.triton import choice, configs
 from ffpa_hf.kernels.triton.configs import (
     BackwardConfig,
+    DecodeConfig,
     ForwardConfig,
     FusedBackwardConfig,
     KeyValueConfig,
@@ -104,6 +105,8 @@ def candidates(bucket: Bucket, target: configs.Target, mode: Mode) -> tuple[Any,
         if not bucket.busy:
             materialised = configs.choose_materialised(bucket.head_dim, target.smem_limit, 2, target.tma)
             found = itertools.chain(_fused_backwards(ruled, mode), _backwards(materialised, mode))
+    elif isinstance(ruled, DecodeConfig):
+        found = _decodes(mode)
     elif bucket.q_len <= 16:
         found = itertools.chain(_FEW_ROWS, _fused_grid((16, 32)) if mode == "max" else ())
     else:
@@ -120,6 +123,14 @@ def candidates(bucket: Bucket, target: configs.Target, mode: Mode) -> tuple[Any,
 def _fused_grid(rows: Sequence[int]) -> Iterator[ForwardConfig]:
     grid = itertools.product(rows, (32, 64, 128), (0, 32, 64, 128), (256, 320, 512), (4, 8), (1, 2, 3, 4))
     return (ForwardConfig(*fields) for fields in grid)
+
+
+def _decodes(mode: Mode) -> Iterator[DecodeConfig]:
+    if mode == "fast":
+        grid = itertools.product((16,), (16, 32, 64), (4,), (3, 4), (1, 2))
+    else:
+        grid = itertools.product((16,), (16, 32, 64, 128), (4, 8), (2, 3, 4), (1, 2, 3))
+    return (DecodeConfig(*fields) for fields in grid)
 
 
 def _scores_grid() -> Iterator[ScoresConfig]:
