@@ -77,6 +77,7 @@ class Check:
         heads = f"{self.heads}" if self.heads == self.kv_heads else f"{self.heads}:{self.kv_heads}"
         words = [str(self.dtype).removeprefix("torch."), f"D{self.head_dim}", f"B{self.batch} H{heads}"]
         words += [f"{self.q_len}x{self.kv_len}", self.mask]
+        words += ["decode"] if self.q_len < 8 else []
         words += [self.layout] if self.layout != "BHND" else []
         words += [f"dropout {self.dropout_p:g}"] if self.dropout_p else []
         words += [f"softcap {self.softcap:g}"] if self.softcap is not None else []
@@ -111,6 +112,9 @@ _FEATURES: tuple[dict[str, Any], ...] = (
     {"mask": "causal", "q_len": 520, "kv_len": 200},
     {"q_len": 1, "kv_len": 700, "heads": 8, "kv_heads": 1},
     {"q_len": 5, "kv_len": 515, "heads": 8, "kv_heads": 2, "batch": 2},
+    {"q_len": 4, "kv_len": 900, "heads": 8, "kv_heads": 1, "mask": "lower right", "sinks": True, "grad_lse": True},
+    {"q_len": 2, "kv_len": 900, "batch": 2, "kv_heads": 2, "mask": "bias", "dropout_p": 0.2},
+    {"q_len": 1, "kv_len": 3000, "batch": 2, "kv_heads": 2, "mask": "bool keys", "softcap": 5.0},
     {"mask": "bool", "batch": 2, "kv_heads": 2},
     {"mask": "bool keys", "batch": 2},
     {"mask": "bias", "batch": 2},

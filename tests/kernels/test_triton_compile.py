@@ -62,6 +62,16 @@ def test_the_same_source_compiles_without_descriptors():
         assert (row["mma"] > 0) == (row["kernel"] not in WITHOUT_PRODUCTS), row
 
 
+def test_decoding_compiles_with_and_without_splits():
+    calls = "512,decode,groups", "128,decode,single,bias,softcap", "72,decode,window,sinks,dropout,fp16"
+    rows = [row for row in compiled("cuda", 90, *calls) if row["kernel"].startswith("decode")]
+    check_memory(rows, configs.target_for((9, 0)))
+    assert [row["kernel"] for row in rows] == ["decode_split", "decode_combine"] + ["decode_split"] * 2 + [
+        "decode_combine"
+    ]
+    assert all((row["mma"] > 0) == (row["kernel"] == "decode_split") for row in rows)
+
+
 FEATURES = ("", ",causal,groups", ",window,sinks", ",mask,softcap,fp16", ",bias,dropout")
 TARGETS = [
     ("cuda", 80),

@@ -4,10 +4,11 @@
     python tests/kernels/triton_ahead.py table            # the whole grid for every target, as docs/kernels.md shows it
 
 Runs in a process of its own, without the interpreter: a stand-in driver names the target, and launches only compile. A
-call is a head dim and features: causal, window, mask, bias, dropout, softcap, sinks, groups, few (rows), wide and many
-(heads enough for the wide forward's two configs), fp16. A line holds the kernel's shared memory and binary size in
-bytes, registers, spilled bytes per thread, and how often the listing has some instructions. TRITON_CACHE_DIR says where
-finished kernels are kept, so that an interrupted table goes on where it was.
+call is a head dim and features: causal, window, mask, bias, dropout, softcap, sinks, groups, few (rows), decode (fewer;
+keys split or, with single, not), wide and many (heads enough for the wide forward's two configs), fp16. A line holds
+the kernel's shared memory and binary size in bytes, registers, spilled bytes per thread, and how often the listing has
+some instructions. TRITON_CACHE_DIR says where finished kernels are kept, so that an interrupted table goes on where it
+was.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from ffpa_hf.masks import RowIntervals
 
 LENGTH = 1000  # no multiple of a tile
 FEW = 8  # rows for which the small tiles are chosen
+DECODED = 7  # rows of a decoding step
 _CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
@@ -45,7 +47,8 @@ TARGETS = (
 HEAD_DIMS = (64, 72, 128, 136, 192, 256, 320, 384, 512, 1024)
 FEATURES = (
     "", "causal,groups", "window,sinks", "mask,softcap,fp16", "bias,dropout", "few", "few,window,bias", "wide,causal",
-    "many", "many,mask",
+    "many", "many,mask", "decode,groups", "decode,window,sinks,dropout,fp16", "decode,many,groups,mask,softcap",
+    "decode,single,bias",
 )  # fmt: skip
 
 
@@ -123,7 +126,7 @@ def resources(asm: dict[str, Any]) -> tuple[int, int]:
 def watch() -> None:
     """Put every kernel of the launcher behind `Compiled`."""
     for holder, names in (
-        (launch, ("attention_forward", "forward_scores", "forward_product")),
+        (launch, ("attention_forward", "forward_scores", "forward_product", "decode_split", "decode_combine")),
         (launch.device, ("row_delta", "backward_scores", "gradient_query", "gradient_key", "gradient_bias")),
         (launch.fused, ("key_reach", "gradient_key_value")),
     ):
@@ -134,7 +137,7 @@ def watch() -> None:
 def inputs_of(head_dim: int, features: set[str]) -> AttentionInputs:
     dtype = torch.float16 if "fp16" in features else torch.bfloat16
     heads = 32 if "many" in features else 16 if "wide" in features else 2
-    rows = FEW if "few" in features else LENGTH
+    rows = FEW if "few" in features else DECODED if "decode" in features else LENGTH
     query = torch.empty(1, heads, rows, head_dim, dtype=dtype)
     key = torch.empty(1, heads // 2 if "groups" in features else heads, LENGTH, head_dim, dtype=dtype)
     inputs = AttentionInputs(query, key, torch.empty_like(key), scale=0.1, is_causal="causal" in features)
@@ -164,11 +167,13 @@ def compile_for(backend: str, arch: str, *calls: str) -> None:
     driver.set_active(StandInDriver(GPUTarget(backend, arch if backend == "hip" else int(arch), warp)))
     target = target_of(backend, arch)
     launch._target = lambda where: target
-    launch._processors = lambda where: 132
+    launch._overlaps = lambda target, where: target.tma
     watch()
     for call in calls:
         head_dim, *features = call.split(",")
         inputs = inputs_of(int(head_dim), set(features))
+        processors = 1 if "single" in features else 132
+        launch._processors = lambda where, count=processors: count
         out, lse, stats = launch.forward(inputs, 1024)
         needs = (True, True, True, inputs.bias is not None, False)
         launch.backward(inputs, out, lse, stats, out, None, needs, 1024)

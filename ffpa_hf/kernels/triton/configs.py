@@ -242,6 +242,8 @@ def is_legal(
             or min(config.num_warps, config.num_stages, config.per_processor) < 1
         ):
             return False
+        if smem_limit <= SMEM_LIMITS[0] and config.num_stages > 3:
+            return False  # Triton 3.6 cannot pipeline as far for AMD
         accumulator = config.block_m * split_columns(head_dim, head_dim).width // (config.num_warps * 32)
         fits = decode_smem(config, head_dim, itemsize) * config.per_processor <= smem_limit
         return fits and accumulator <= _MAX_SCORES

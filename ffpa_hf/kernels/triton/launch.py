@@ -61,6 +61,11 @@ def _processors(where: torch.device) -> int:
     return torch.cuda.get_device_properties(where).multi_processor_count if where.type == "cuda" else 1
 
 
+def _overlaps(target: configs.Target, where: torch.device) -> bool:
+    """Whether a second kernel may start while the first ends and then wait for it (programmatic dependent launch)."""
+    return target.tma and where.type == "cuda"
+
+
 @functools.lru_cache(maxsize=64)
 def _device_name(where: torch.device) -> str:
     """The GPU model, as tables name it; empty in the interpreter."""
@@ -157,8 +162,7 @@ def _decode_forward(
     columns = configs.split_columns(head_dim, head_dim)
     slope, cap, _ = _score_factors(inputs)
     integer = index_type(query, key, value, out, lse, inputs.mask, inputs.bias, partial)
-    # The second kernel may start while the first ends, and then waits for it (programmatic dependent launch).
-    overlap = target.tma and splits > 1 and query.is_cuda
+    overlap = splits > 1 and _overlaps(target, query.device)
     stats_or_none = stats if stats.numel() else None
     decode_split[(tiles * splits,)](
         query, _units(query), key, _units(key), value, _units(value),
