@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ffpa_hf.kernels.tuning.tiles import Bucket
 
 _SWEEP_SECONDS = 0.2
-_MOST_JOBS = 12
+_MOST_JOBS = 14
 
 
 # --- the sweep --------------------------------------------------------------------------------------------------------

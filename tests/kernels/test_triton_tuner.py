@@ -87,6 +87,15 @@ def test_widths_that_come_to_the_same_columns_are_one_candidate():
     assert len(set(shapes)) == len(shapes)
 
 
+def test_one_loop_over_the_keys_is_tried_for_intervals_alone():
+    def loops(mask, mode):
+        found = triton_tuner.candidates(FORWARD._replace(head_dim=256, mask=mask), HOPPER, mode)
+        return {config.phased for config in found if isinstance(config, configs.ForwardConfig)}
+
+    for mode in ("fast", "max"):
+        assert loops("intervals", mode) == {True, False} and loops("causal", mode) == {True}
+
+
 def test_two_kernel_forwards_need_descriptors():
     def wide(target, mode):
         found = triton_tuner.candidates(FORWARD, target, mode)

@@ -110,13 +110,14 @@ def candidates(bucket: Bucket, target: configs.Target, mode: Mode) -> tuple[Any,
     elif bucket.q_len <= 16:
         found = itertools.chain(_FEW_ROWS, _fused_grid((16, 32)) if mode == "max" else ())
     else:
-        found = itertools.chain(_FUSED if mode == "fast" else _fused_grid((64, 128)), _wides(bucket, target, mode))
-    legal = {
-        _plain(config, bucket.head_dim): config
-        for config in (ruled, *found)
-        if configs.is_legal(config, bucket.head_dim, target.smem_limit, 2, target.tma)
-    }
-    legal[_plain(ruled, bucket.head_dim)] = ruled
+        fused = list(_FUSED if mode == "fast" else _fused_grid((64, 128)))
+        if bucket.mask == "intervals":  # where ranges are short, one loop may do better than three
+            fused += [replace(config, phased=False) for config in fused[: 6 if mode == "fast" else None]]
+        found = itertools.chain(fused, _wides(bucket, target, mode))
+    legal: dict[Any, Any] = {}
+    for config in (ruled, *found):
+        if configs.is_legal(config, bucket.head_dim, target.smem_limit, 2, target.tma):
+            legal.setdefault(_plain(config, bucket.head_dim), config)
     return tuple(legal.values())
 
 
