@@ -19,10 +19,12 @@ _MAX_SCORES = 128
 
 
 class Target(NamedTuple):
-    """What kernels are built for: shared memory per block in bytes, and whether tiles go through descriptors (TMA)."""
+    """What kernels are built for: shared memory per block in bytes, whether tiles go through descriptors (TMA), and
+    whether the wide forward compiles (on sm_100, Triton 3.6 and 3.7 fail on its scores kernel)."""
 
     smem_limit: int
     tma: bool
+    wide: bool = False
 
 
 def target_for(capability: tuple[int, int] | None, is_rocm: bool = False) -> Target:
@@ -32,7 +34,7 @@ def target_for(capability: tuple[int, int] | None, is_rocm: bool = False) -> Tar
     if capability is None:
         return Target(SMEM_LIMITS[3], False)
     if capability[0] in (9, 10):
-        return Target(SMEM_LIMITS[3], True)
+        return Target(SMEM_LIMITS[3], True, wide=capability[0] == 9)
     return Target(SMEM_LIMITS[2] if capability in ((8, 0), (8, 7)) else SMEM_LIMITS[1], capability[0] > 8)
 
 
@@ -169,7 +171,9 @@ def forward_smem(config: ForwardConfig, head_dim: int, itemsize: int, tma: bool)
     query = config.block_m * inner * itemsize
     if config.num_stages == 1:
         return query + max(key, value) + probabilities
-    return query + (key + value) * config.num_stages + probabilities
+    # Masks, biases and dropout change the layout of a tile on the way; beside descriptors that scratch shares nothing.
+    conversions = config.block_m * config.block_n * (itemsize + 1) + 1024 if tma else 0
+    return query + (key + value) * config.num_stages + probabilities + conversions
 
 
 def scores_smem(config: ScoresConfig, itemsize: int) -> int:
@@ -280,7 +284,8 @@ def _is_legal_fused(config: FusedBackwardConfig, head_dim: int, smem_limit: int,
 
 
 # Rows are tried from the top; the first legal one whose head dim limit covers the call is taken.
-# (head dim up to, config). Whole-width products (chunk 0) need the big shared memory of Hopper.
+# (head dim up to, config). Whole-width products (chunk 0) need the big shared memory of Hopper; with less, operands of
+# such a tile would have to wait in registers, and spill.
 _FORWARD_TMA: tuple[tuple[int, ForwardConfig], ...] = (
     (256, ForwardConfig(64, 128, 0, 512, 4, 1)),
     (128, ForwardConfig(128, 128, 0, 512, 8, 2)),
@@ -380,6 +385,10 @@ _FORWARD_BUSY: tuple[tuple[int, ForwardConfig], ...] = (
     (128, ForwardConfig(128, 64, 0, 512, 8, 2)),
     (256, ForwardConfig(128, 64, 0, 512, 8, 2)),
 )
+_FORWARD_BUSY_TMA: tuple[tuple[int, ForwardConfig], ...] = (
+    (256, ForwardConfig(128, 32, 0, 512, 8, 2)),
+    (1024, ForwardConfig(64, 64, 64, 512, 8, 3)),
+)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -387,12 +396,15 @@ def choose_forward(
     head_dim: int, q_len: int, smem_limit: int, itemsize: int = 2, tma: bool = False, busy: bool = False
 ) -> ForwardConfig:
     """The fused forward's config. Raises ValueError where no row of the tables fits."""
-    tables = (_FORWARD_TMA if tma else ()) + _FORWARD_PLAIN
+    hopper = tma and smem_limit >= SMEM_LIMITS[3]
+    tables = (_FORWARD_TMA if hopper else ()) + _FORWARD_PLAIN
     if busy:
-        tables = _FORWARD_BUSY + tables
+        tables = _FORWARD_BUSY + (_FORWARD_BUSY_TMA if hopper else ()) + tables
     if q_len <= 16:
         tables = _FORWARD_FEW_ROWS + tables
     for limit, config in tables:
+        if smem_limit == SMEM_LIMITS[0] and config.block_m == 16:
+            config = replace(config, num_stages=1)  # Triton 3.6 cannot translate small pipelined tiles for gfx942
         if head_dim <= limit and is_legal(config, head_dim, smem_limit, itemsize, tma):
             return config
     raise ValueError(f"no Triton forward tile fits head_dim {head_dim} in {smem_limit} bytes of shared memory")
