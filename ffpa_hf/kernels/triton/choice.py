@@ -86,7 +86,9 @@ def by_rule(direction: Direction, problem: Problem, target: configs.Target) -> T
     if decode is not None:
         return decode
     lanes, lengths = problem.batch * problem.q_heads, (problem.q_len, problem.kv_len)
-    wide = configs.choose_wide(problem.head_dim, lanes, *lengths, problem.workspace_mb, *limits) if target.wide else None
+    wide = (
+        configs.choose_wide(problem.head_dim, lanes, *lengths, problem.workspace_mb, *limits) if target.wide else None
+    )
     return wide or configs.choose_forward(problem.head_dim, problem.q_len, *limits)
 
 

@@ -20,11 +20,11 @@ _MAX_SCORES = 128
 
 class Target(NamedTuple):
     """What kernels are built for: shared memory per block in bytes, whether tiles go through descriptors (TMA), and
-    whether the wide forward compiles (on sm_100, Triton 3.6 and 3.7 fail on its scores kernel)."""
+    whether the wide forward may run (on sm_100, Triton 3.6 and 3.7 cannot compile its scores kernel)."""
 
     smem_limit: int
     tma: bool
-    wide: bool = False
+    wide: bool = True
 
 
 def target_for(capability: tuple[int, int] | None, is_rocm: bool = False) -> Target:
@@ -34,7 +34,7 @@ def target_for(capability: tuple[int, int] | None, is_rocm: bool = False) -> Tar
     if capability is None:
         return Target(SMEM_LIMITS[3], False)
     if capability[0] in (9, 10):
-        return Target(SMEM_LIMITS[3], True, wide=capability[0] == 9)
+        return Target(SMEM_LIMITS[3], True, wide=capability[0] != 10)
     return Target(SMEM_LIMITS[2] if capability in ((8, 0), (8, 7)) else SMEM_LIMITS[1], capability[0] > 8)
 
 

@@ -443,7 +443,7 @@ def _fused_backward(
         span = _Span(*bounds, plan, q_heads, inputs.group, q_len, kv_len)
         target = scratch
         if scratch is not None and tma:
-            target = _descriptor(scratch, keys.block_n, keys.block_m)
+            target = _operand(scratch, keys.block_n, (keys.block_m, 0), tma)[0]
         fused.gradient_key_value[(span.lanes // plan.heads * tiles,)](
             *_operand(query, keys.block_m, box, tma), *_operand(key, keys.block_n, box, tma),
             *_operand(value, keys.block_n, box, tma), *_operand(grad_out, keys.block_m, box, tma),
