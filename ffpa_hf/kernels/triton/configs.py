@@ -171,9 +171,7 @@ def forward_smem(config: ForwardConfig, head_dim: int, itemsize: int, tma: bool)
     query = config.block_m * inner * itemsize
     if config.num_stages == 1:
         return query + max(key, value) + probabilities
-    # Masks, biases and dropout change the layout of a tile on the way; beside descriptors that scratch shares nothing.
-    conversions = config.block_m * config.block_n * (itemsize + 1) + 1024 if tma else 0
-    return query + (key + value) * config.num_stages + probabilities + conversions
+    return query + (key + value) * config.num_stages + probabilities
 
 
 def scores_smem(config: ScoresConfig, itemsize: int) -> int:
@@ -213,10 +211,12 @@ def is_legal(
     smem_limit: int,
     itemsize: int,
     tma: bool,
+    busy: bool = False,
 ) -> bool:
     """Whether a config fits a device with `smem_limit` bytes of shared memory per block.
 
     The same answer serves launcher, tuner and tests. tma: tiles are loaded through descriptors; their boxes end at 256.
+    busy: masks, biases or dropout come along, which change the layout of a forward's tile through shared memory.
     """
     if isinstance(config, FusedBackwardConfig):
         return _is_legal_fused(config, head_dim, smem_limit, itemsize, tma)
@@ -261,7 +261,10 @@ def is_legal(
     accumulator = config.block_m * (columns.width + config.block_n) // threads
     if accumulator > _MAX_ACCUMULATOR or (tma and max(config.block_m, config.block_n) > 256):
         return False
-    return forward_smem(config, head_dim, itemsize, tma) <= smem_limit
+    conversions = 0
+    if busy and tma and not config.chunk and config.num_stages > 1:  # else the scratch lies where the tiles were
+        conversions = config.block_m * config.block_n * (itemsize + 1) + 1024
+    return forward_smem(config, head_dim, itemsize, tma) + conversions <= smem_limit
 
 
 def _is_legal_fused(config: FusedBackwardConfig, head_dim: int, smem_limit: int, itemsize: int, tma: bool) -> bool:
@@ -405,7 +408,7 @@ def choose_forward(
     for limit, config in tables:
         if smem_limit == SMEM_LIMITS[0] and config.block_m == 16:
             config = replace(config, num_stages=1)  # Triton 3.6 cannot translate small pipelined tiles for gfx942
-        if head_dim <= limit and is_legal(config, head_dim, smem_limit, itemsize, tma):
+        if head_dim <= limit and is_legal(config, head_dim, smem_limit, itemsize, tma, busy):
             return config
     raise ValueError(f"no Triton forward tile fits head_dim {head_dim} in {smem_limit} bytes of shared memory")
 
