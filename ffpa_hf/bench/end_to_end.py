@@ -177,15 +177,12 @@ def run_case(
         on_step(f"{case.id}: profile of {entry.provider}")
         if not entry.alive:
             continue
-        with entry.noting(), attention_of(model, entry.provider):
-            attention: dict[Direction, float] = {}
-            for way, row in entry.rows.items():
-                row.peak_gb = _peak_gb(job, way, device)
-                seen = profile.record(functools.partial(job.run, way), device)
-                kernels[f"{entry.provider} {way}"] = seen.kernels
-                attention[way] = seen.attention_ms
-            for way, row in entry.rows.items():
-                row.attention_ms = job.milliseconds(way, attention)
+        try:
+            with attention_of(model, entry.provider):
+                _inspect(job, entry, kernels, device)
+        except Exception as problem:  # the times stand
+            for row in entry.rows.values():
+                row.note += f"{'; ' if row.note else ''}no profile: {type(problem).__name__}: {problem}"[:200]
     _finish(job, entries)
     for parameter in model.parameters():
         parameter.grad = None
@@ -195,18 +192,26 @@ def run_case(
 def _judge(job: Job, model: Any, entries: list[_Entry], device: torch.device, on_step: Callable[[str], None]) -> None:
     dtype = next(model.parameters()).dtype
     on_step(f"the result in {str(_EXACT[dtype]).removeprefix('torch.')}")
-    with jobs.parameters_in(model, _EXACT[dtype]), _fast_products():
-        truth = job.result(exact=True)
+    truth = None
+    with contextlib.suppress(torch.OutOfMemoryError):  # then the rows say so, and are timed all the same
+        with jobs.parameters_in(model, _EXACT[dtype]), _fast_products():
+            truth = job.result(exact=True)
     collect(device)
     limits: dict[str, float] | None = None
     for entry in entries:
         on_step(f"the result of {entry.provider}")
         with entry.noting(), attention_of(model, entry.provider):
             reset()
-            entry.errors = job.errors(job.result(), truth)
+            result = job.result()
+            note = _served(model)
+            if truth is None:
+                note = f"not judged, the exact result does not fit{'; ' if note else ''}{note}"
+            else:
+                entry.errors = job.errors(result, truth)
             for row in entry.rows.values():
-                row.relative_error = max(entry.errors.values())
-                row.note = _served(model)
+                row.relative_error = max(entry.errors.values(), default=None)
+                row.note = note
+            del result
         if entry.provider == "sdpa" and entry.alive:
             limits = {name: TIMES_SDPA_ERROR * error + ERROR_FLOOR[dtype] for name, error in entry.errors.items()}
         collect(device)
@@ -280,6 +285,18 @@ def _peak_gb(job: Job, way: Direction, device: torch.device) -> float | None:
     job.run(way)
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device) / 1e9
+
+
+def _inspect(job: Job, entry: _Entry, kernels: dict[str, list[profile.Kernel]], device: torch.device) -> None:
+    """Peak memory, the share of attention, and the longest kernels, under "provider direction"."""
+    attention: dict[Direction, float] = {}
+    for way, row in entry.rows.items():
+        row.peak_gb = _peak_gb(job, way, device)
+        seen = profile.record(functools.partial(job.run, way), device)
+        kernels[f"{entry.provider} {way}"] = seen.kernels
+        attention[way] = seen.attention_ms
+    for way, row in entry.rows.items():
+        row.attention_ms = job.milliseconds(way, attention)
 
 
 def _finish(job: Job, entries: list[_Entry]) -> None:

@@ -44,8 +44,8 @@ def record(function: Callable[[], Any], device: torch.device) -> Profile:
     kernels: dict[str, list[float]] = {}
     for event in profiler.events():
         on_device = event.device_type != torch.autograd.DeviceType.CPU
-        if on_device == cuda:
-            took = event.self_device_time_total if cuda else event.self_cpu_time_total
+        if on_device == cuda and not getattr(event, "is_user_annotation", False):
+            took = event.time_range.elapsed_us() if cuda else event.self_cpu_time_total
             kernels.setdefault(event.name, []).append(took)
         if not on_device and _is_attention(event.name) and not _inside_attention(event):
             attention += event.device_time_total if cuda else event.cpu_time_total

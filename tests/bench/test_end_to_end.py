@@ -122,6 +122,36 @@ def test_a_provider_that_fails_is_noted_and_the_others_go_on(monkeypatch):
     assert set(kernels) == {"sdpa prefill", "sdpa decode"}
 
 
+def test_without_memory_for_the_exact_result_a_case_is_timed_and_says_so(monkeypatch):
+    real = jobs.Forward.result
+
+    def result(self, exact=False):
+        if exact:
+            raise torch.OutOfMemoryError("tried to allocate")
+        return real(self)
+
+    monkeypatch.setattr(jobs.Forward, "result", result)
+    rows, _ = measure("flux_tiny")
+    assert all(row.ms > 0 and row.relative_error is None for row in rows) and not end_to_end.wrong(rows)
+    assert [row.note for row in rows] == [
+        "not judged, the exact result does not fit",
+        "not judged, the exact result does not fit; calls: 3 sdpa",
+    ]
+
+
+def test_without_a_profiler_the_times_stand(monkeypatch):
+    def record(function, device):
+        raise RuntimeError("no profiler")
+
+    monkeypatch.setattr(profile, "record", record)
+    rows, kernels = measure("wan_tiny")
+    assert kernels == {} and all(row.ms > 0 and row.attention_ms is None for row in rows)
+    assert [row.note for row in rows] == [
+        "no profile: RuntimeError: no profiler",
+        "calls: 4 sdpa; no profile: RuntimeError: no profiler",
+    ]
+
+
 def test_a_model_that_cannot_be_built_is_noted_and_the_run_goes_on(monkeypatch):
     def build():
         raise torch.OutOfMemoryError("tried to allocate")
