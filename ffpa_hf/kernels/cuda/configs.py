@@ -1,0 +1,103 @@
+"""Tiles of the CUDA C++ kernels: frozen configs, what makes one legal, and the tables that choose one.
+
+Pure functions of plain numbers: imports neither torch nor a CUDA package, asks no device.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+#: Columns of a shared-memory chunk: 128 bytes of 16-bit elements, one swizzle row.
+CHUNK = 64
+#: Output columns of one block at most: 128 fp32 accumulators per thread of a 64-row tile on 8 warps.
+WIDEST_SLICE = 512
+
+
+@dataclass(frozen=True)
+class NativeConfig:
+    """One block of the native forward (src/native_forward.cu).
+
+    row_warps: groups of 16 query rows. col_warps: warps that share a group. block_n: keys per step. stages: slots of
+    the shared-memory ring. q_resident: the query tile stays in shared memory. blocks: resident per multiprocessor.
+    """
+
+    row_warps: int
+    col_warps: int
+    block_n: int
+    stages: int
+    q_resident: bool = True
+    blocks: int = 1
+
+    @property
+    def block_m(self) -> int:
+        """Query rows of one block."""
+        return 16 * self.row_warps
+
+    @property
+    def threads(self) -> int:
+        """Threads of one block."""
+        return 32 * self.row_warps * self.col_warps
+
+
+def chunks_of(head_dim: int) -> int:
+    """64-column chunks that cover a head dim; the last may be partly empty."""
+    return -(-head_dim // CHUNK)
+
+
+def slices_of(head_dim: int) -> tuple[int, int]:
+    """(slices, output chunks of each): blocks that share a query tile, as few as registers allow."""
+    slices = -(-head_dim // WIDEST_SLICE)
+    return slices, -(-chunks_of(head_dim) // slices)
+
+
+def native_smem(config: NativeConfig, head_dim: int) -> int:
+    """Dynamic shared memory of a block in bytes, as src/native_forward.cu lays it out."""
+    query, step = config.block_m * 128, config.block_n * 128
+    resident = chunks_of(head_dim) * query if config.q_resident else 0
+    ring = config.stages * (step + (0 if config.q_resident else query))
+    shared_rows = config.block_m * config.block_n * 2 if config.col_warps > 1 else 0
+    return resident + ring + shared_rows + config.col_warps * config.block_m * 4 + 16 * config.row_warps
+
+
+def is_legal(config: NativeConfig, head_dim: int, smem_limit: int) -> bool:
+    """Whether a config fits a device with `smem_limit` bytes of shared memory per block."""
+    _, width = slices_of(head_dim)
+    outputs = width * 32 // config.col_warps  # fp32 values per thread
+    scores = config.block_n // config.col_warps // 2
+    weights = config.block_n // 4
+    return (
+        outputs + scores + weights <= 200
+        and config.block_n // config.col_warps % 16 == 0
+        and config.col_warps in (1, 2)
+        and config.stages >= 2
+        and config.threads <= 1024
+        and native_smem(config, head_dim) <= smem_limit
+    )
+
+
+# (head dim up to, config); the first legal one is taken.
+_NATIVE: tuple[tuple[int, NativeConfig], ...] = (
+    (256, NativeConfig(8, 1, 64, 4)),
+    (512, NativeConfig(4, 2, 128, 5)),
+    (512, NativeConfig(4, 2, 64, 3)),
+    (1024, NativeConfig(4, 2, 64, 6)),
+    (1024, NativeConfig(4, 2, 64, 3)),
+    (1024, NativeConfig(4, 2, 64, 4, q_resident=False)),
+)
+
+
+@functools.lru_cache(maxsize=256)
+def choose_native(head_dim: int, smem_limit: int) -> NativeConfig:
+    """The native forward's config. Raises ValueError where no row of the table fits."""
+    for limit, config in _NATIVE:
+        if head_dim <= limit and is_legal(config, head_dim, smem_limit):
+            return config
+    raise ValueError(f"no native CUDA tile fits head_dim {head_dim} in {smem_limit} bytes of shared memory")
+
+
+def smem_limit_of(capability: tuple[int, int]) -> int:
+    """Shared memory per block in bytes on a GPU of this compute capability."""
+    if capability[0] in (9, 10):
+        return 227 * 1024
+    return 163 * 1024 if capability in ((8, 0), (8, 7)) else 99 * 1024
