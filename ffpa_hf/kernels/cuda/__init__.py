@@ -57,7 +57,7 @@ def forward(inputs: AttentionInputs, config: CUDABackend) -> tuple[Tensor, Tenso
     """(out like query, lse fp32 [B, Hq, Nq], row_stats fp32 [2, B, Hq, Nq] or empty where there is no bias)."""
     from ffpa_hf.kernels.cuda import launch
 
-    return launch.forward(inputs)
+    return launch.forward(inputs, _family(inputs, config))
 
 
 def describe(call: AttentionCall, config: CUDABackend | None = None) -> str:
@@ -68,6 +68,10 @@ def describe(call: AttentionCall, config: CUDABackend | None = None) -> str:
         f"native_forward: {tile.block_m} x {tile.block_n} tiles, {slices} x {width * configs.CHUNK} output columns, "
         f"{tile.threads // 32} warps, {tile.stages} stages."
     )
+
+
+def _family(inputs: AttentionInputs, config: CUDABackend) -> str:
+    return "native"
 
 
 def _not_built(config: CUDABackend) -> str:

@@ -96,6 +96,17 @@ def choose_native(head_dim: int, smem_limit: int) -> NativeConfig:
     raise ValueError(f"no native CUDA tile fits head_dim {head_dim} in {smem_limit} bytes of shared memory")
 
 
+#: Head dims of the twin forward, whose tiles are fixed (src/twin_forward.cu).
+TWIN_HEAD_DIMS = (512,)
+TWIN_ROWS = 128
+TWIN_THREADS = 384
+
+
+def twin_smem(head_dim: int) -> int:
+    """Dynamic shared memory of a twin block in bytes: query tile, ring, mailboxes, barriers."""
+    return chunks_of(head_dim) * TWIN_ROWS * 128 + 5 * 16384 + 2 * 8192 + 2 * 1024 + 8 * (5 + 5 + 1 + 2 + 2)
+
+
 def smem_limit_of(capability: tuple[int, int]) -> int:
     """Shared memory per block in bytes on a GPU of this compute capability."""
     if capability[0] in (9, 10):

@@ -50,6 +50,16 @@ class Call(ctypes.Structure):
     ]  # fmt: skip
 
 
+class _TwinCall(ctypes.Structure):
+    """`struct TwinCall` of src/twin_forward.cu, with the tail that its 64-byte alignment adds."""
+
+    _fields_ = [
+        ("query", ctypes.c_uint64 * 16), ("key", ctypes.c_uint64 * 16), ("value", ctypes.c_uint64 * 16),
+        ("key_b", ctypes.c_int32), ("key_h", ctypes.c_int32), ("value_b", ctypes.c_int32), ("value_h", ctypes.c_int32),
+        ("call", Call), ("tail", ctypes.c_uint8 * 64),
+    ]  # fmt: skip
+
+
 def _strides(tensor: Tensor) -> tuple[int, ...]:
     """Strides in elements, 0 for a dim of size 1."""
     return tuple(0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -97,32 +107,92 @@ def native_variant(
     return program.Variant("native_forward", arch, tuple((name, int(value)) for name, value in macros.items()))
 
 
-_variant = functools.lru_cache(maxsize=1024)(native_variant)
+def twin_variant(
+    dtype: torch.dtype, *, causal: bool = False, intervals: bool = False, mask: bool = False, key_mask: bool = False,
+    bias: torch.dtype | None = None,
+) -> program.Variant:  # fmt: skip
+    """What is compiled for a call of the twin forward on Hopper."""
+    macros = {
+        "BFLOAT16": dtype == torch.bfloat16,
+        "CAUSAL": causal,
+        "INTERVALS": intervals,
+        "MASK": mask,
+        "KEY_MASK": key_mask,
+        "BIAS": 0 if bias is None else 2 if bias == torch.float32 else 1,
+        "DROPOUT": False,
+        "STATS": bias is not None,
+    }
+    return program.Variant("twin_forward", "sm_90a", tuple((name, int(value)) for name, value in macros.items()))
 
 
-def forward(inputs: AttentionInputs) -> tuple[Tensor, Tensor, Tensor]:
+_native_variant = functools.lru_cache(maxsize=1024)(native_variant)
+_twin_variant = functools.lru_cache(maxsize=128)(twin_variant)
+
+
+def forward(inputs: AttentionInputs, family: str = "native") -> tuple[Tensor, Tensor, Tensor]:
     """(out like query, lse fp32 [B, Hq, Nq], row statistics fp32 [2, B, Hq, Nq], empty where there is no bias)."""
-    query, key = inputs.query, inputs.key
-    batch, heads, q_len, head_dim = query.shape
-    kv_len = key.shape[2]
+    query = inputs.query
     out = torch.empty_like(query)
-    lse = query.new_empty((batch, heads, q_len), dtype=torch.float32)
+    lse = query.new_empty(query.shape[:3], dtype=torch.float32)
     stats = empty_stats(query) if inputs.bias is None else lse.new_empty((2, *lse.shape))
-    if lse.numel() == 0:
-        return out, lse, stats
-    dropout = inputs.rng_state is not None and inputs.dropout_p > 0.0
-    device = query.device
+    if lse.numel():
+        index = query.device.index if query.device.index is not None else torch.cuda.current_device()
+        with _on(index):
+            (_twin if family == "twin" else _native)(inputs, out, lse, stats, index)
+    return out, lse, stats
+
+
+def _native(inputs: AttentionInputs, out: Tensor, lse: Tensor, stats: Tensor, device: int) -> None:
+    batch, heads, q_len, head_dim = inputs.query.shape
     capability = torch.cuda.get_device_capability(device)
-    variant = _variant(
-        head_dim, query.dtype, capability, causal=inputs.is_causal, intervals=inputs.row_start is not None,
-        mask=inputs.mask is not None, key_mask=inputs.key_mask is not None,
-        bias=None if inputs.bias is None else inputs.bias.dtype, dropout=dropout,
-    )  # fmt: skip
+    variant = _native_variant(
+        head_dim, inputs.query.dtype, capability, causal=inputs.is_causal, **_masks(inputs), dropout=_drops(inputs)
+    )
     config = configs.choose_native(head_dim, configs.smem_limit_of(capability))
     slices, _ = configs.slices_of(head_dim)
     tiles = -(-q_len // config.block_m)
-    call = Call(
-        query=_view(query), key=_view(key), value=_view(inputs.value), out=_view(out),
+    call = _call(inputs, out, lse, stats, tiles)
+    _start(variant, device, tiles * slices * batch * heads, config.threads, configs.native_smem(config, head_dim), call)
+
+
+def _twin(inputs: AttentionInputs, out: Tensor, lse: Tensor, stats: Tensor, device: int) -> None:
+    batch, heads, q_len, head_dim = inputs.query.shape
+    variant = _twin_variant(inputs.query.dtype, causal=inputs.is_causal, **_masks(inputs))
+    tiles = -(-q_len // configs.TWIN_ROWS)
+    key_b, key_h = (int(stride != 0) for stride in _strides(inputs.key)[:2])
+    value_b, value_h = (int(stride != 0) for stride in _strides(inputs.value)[:2])
+    call = _TwinCall(
+        _map(inputs.query, 128, 1), _map(inputs.key, 64, 2), _map(inputs.value, 32, 4), key_b, key_h, value_b, value_h,
+        _call(inputs, out, lse, stats, tiles),
+    )  # fmt: skip
+    _start(variant, device, 2 * tiles * batch * heads, configs.TWIN_THREADS, configs.twin_smem(head_dim), call)
+
+
+def _start(
+    variant: program.Variant, device: int, grid: int, threads: int, smem: int, argument: ctypes.Structure
+) -> None:
+    stream = torch.cuda.current_stream(device).cuda_stream
+    addresses = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
+    program.load(variant).launch(device, stream, grid, threads, smem, addresses)
+
+
+def _masks(inputs: AttentionInputs) -> dict[str, object]:
+    return {
+        "intervals": inputs.row_start is not None,
+        "mask": inputs.mask is not None,
+        "key_mask": inputs.key_mask is not None,
+        "bias": None if inputs.bias is None else inputs.bias.dtype,
+    }
+
+
+def _drops(inputs: AttentionInputs) -> bool:
+    return inputs.rng_state is not None and inputs.dropout_p > 0.0
+
+
+def _call(inputs: AttentionInputs, out: Tensor, lse: Tensor, stats: Tensor, tiles: int) -> Call:
+    query, dropout = inputs.query, _drops(inputs)
+    return Call(
+        query=_view(query), key=_view(inputs.key), value=_view(inputs.value), out=_view(out),
         lse=lse.data_ptr(), stats=stats.data_ptr() if stats.numel() else None, stats_size=lse.numel(),
         mask=_pairs(inputs.mask), bias=_pairs(inputs.bias), key_mask=_vector(inputs.key_mask),
         row_start=_vector(inputs.row_start), row_end=_vector(inputs.row_end),
@@ -131,15 +201,42 @@ def forward(inputs: AttentionInputs) -> tuple[Tensor, Tensor, Tensor]:
         threshold=min(drop_threshold(inputs.dropout_p), 2**32 - 1) if dropout else 0,
         # p = 1 keeps nothing: a factor of 0 also removes the one word in 2^32 that reaches the largest threshold.
         keep_scale=0.0 if inputs.dropout_p >= 1.0 else 1.0 / (1.0 - inputs.dropout_p),
-        heads=heads, group=inputs.group, n_q=q_len, n_kv=kv_len, tiles=tiles,
+        heads=query.shape[1], group=inputs.group, n_q=query.shape[2], n_kv=inputs.key.shape[2], tiles=tiles,
     )  # fmt: skip
-    index = device.index if device.index is not None else torch.cuda.current_device()
-    with _on(index):
-        program.load(variant).launch(
-            index, torch.cuda.current_stream(index).cuda_stream, tiles * slices * batch * heads, config.threads,
-            configs.native_smem(config, head_dim), (ctypes.c_void_p * 1)(ctypes.addressof(call)),
-        )  # fmt: skip
-    return out, lse, stats
+
+
+def _map(tensor: Tensor, rows: int, chunks: int) -> ctypes.Array[ctypes.c_uint64]:
+    """A TMA map over (64 columns, rows, column chunks, heads, batches) in 128-byte swizzle, boxes of rows x chunks.
+
+    A dim of stride 0 gets size 1; the kernel multiplies its coordinate by 0. The head dim is a multiple of 64.
+    """
+    from cuda.bindings import driver
+
+    itemsize = tensor.element_size()
+    batch, heads, length, width = tensor.shape
+    stride_b, stride_h, stride_n, _ = _strides(tensor)
+    sizes = (configs.CHUNK, length, width // configs.CHUNK, heads if stride_h else 1, batch if stride_b else 1)
+    strides = tuple((stride or width) * itemsize for stride in (stride_n, configs.CHUNK, stride_h, stride_b))
+    whole = driver.cuuint64_t
+    part = driver.cuuint32_t
+    made = program.checked(
+        driver.cuTensorMapEncodeTiled(
+            driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+            if tensor.dtype == torch.bfloat16
+            else driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+            5,
+            tensor.data_ptr(),
+            [whole(size) for size in sizes],
+            [whole(stride) for stride in strides],
+            [part(size) for size in (configs.CHUNK, rows, chunks, 1, 1)],
+            [part(1)] * 5,
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+    )
+    return (ctypes.c_uint64 * 16)(*(int(word) for word in made.opaque))
 
 
 def _on(index: int) -> contextlib.AbstractContextManager[object]:

@@ -29,7 +29,8 @@ class Variant(NamedTuple):
     def __str__(self) -> str:
         given = dict(self.macros)
         on = " ".join(name.lower() for name, value in self.macros if value and name.isupper() and name in _FEATURES)
-        return f"{self.name} {self.arch} head_dim {given['D']} {'bf16' if given['BFLOAT16'] else 'fp16'} {on}".rstrip()
+        width = f" head_dim {given['D']}" if "D" in given else ""
+        return f"{self.name} {self.arch}{width} {'bf16' if given['BFLOAT16'] else 'fp16'} {on}".rstrip()
 
 
 _FEATURES = ("CAUSAL", "INTERVALS", "MASK", "KEY_MASK", "BIAS", "DROPOUT", "STATS")
@@ -81,8 +82,8 @@ class Kernel:
         from cuda.bindings import driver
 
         self._driver = driver
-        self._library = _checked(driver.cuLibraryLoadData(cubin, [], [], 0, [], [], 0))
-        self._kernel = _checked(driver.cuLibraryGetKernel(self._library, name.encode()))
+        self._library = checked(driver.cuLibraryLoadData(cubin, [], [], 0, [], [], 0))
+        self._kernel = checked(driver.cuLibraryGetKernel(self._library, name.encode()))
         self._function = driver.CUfunction(int(self._kernel))
         self._prepared: set[int] = set()
 
@@ -92,9 +93,9 @@ class Kernel:
 
         if device not in self._prepared:
             attribute = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            _checked(self._driver.cuKernelSetAttribute(attribute, smem, self._kernel, self._driver.CUdevice(device)))
+            checked(self._driver.cuKernelSetAttribute(attribute, smem, self._kernel, self._driver.CUdevice(device)))
             self._prepared.add(device)
-        _checked(
+        checked(
             self._driver.cuLaunchKernel(
                 self._function, grid, 1, 1, threads, 1, 1, smem, stream, ctypes.addressof(arguments), 0
             )
@@ -112,7 +113,7 @@ def load(variant: Variant) -> Kernel:
         return _load(variant)
 
 
-def _checked(result: tuple[Any, ...]) -> Any:
+def checked(result: tuple[Any, ...]) -> Any:
     """The value of a driver call. Raises RuntimeError naming the driver's error."""
     status, *values = result
     if int(status) != 0:
