@@ -549,7 +549,8 @@ def _selftest_family(
         raise typer.Exit(2)
     if target.type == "cuda":
         torch.cuda.set_device(target)
-    grid = tests.grid_of(family, target.type == "cpu")
+    is_hopper = call.capability is not None and call.capability[0] == 9
+    grid = tests.grid_of(family, target.type == "cpu", is_hopper)
     checks = [check for check in grid if only is None or only in str(check)]
     if not checks:
         raise typer.BadParameter(f"{only!r} matches no check.", param_hint="--only")

@@ -22,11 +22,14 @@ from ffpa_hf.kernels.tuning import constant_under_compile, store
 
 #: Kernel families that can be qualified, each on its own: a folder, or some files of one. "triton" is attention,
 #: "triton-qkv" what runs between the projections and attention.
-FAMILIES: tuple[str, ...] = ("triton", "triton-qkv")
+FAMILIES: tuple[str, ...] = ("triton", "triton-qkv", "cuda")
 _FOLDERS = {"triton-qkv": "triton"}
 _OWN_FILES: dict[str, tuple[str, ...]] = {"triton-qkv": ("qkv_kernels.py",)}
 #: Distributions that compile the kernels of a folder, first found wins.
-_COMPILERS = {"triton": ("triton", "pytorch-triton-rocm", "triton-rocm", "triton-windows")}
+_COMPILERS = {
+    "triton": ("triton", "pytorch-triton-rocm", "triton-rocm", "triton-windows"),
+    "cuda": ("nvidia-cuda-nvrtc",),
+}
 _SHIPPED = Path(__file__).parent / "tuning" / "verdicts.json"
 _USER_FILE = "verdicts.json"
 

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from ffpa_hf.backends import NAMES
 from ffpa_hf.kernels.common import RANGE_BLOCK, AttentionInputs, aligned
+from ffpa_hf.kernels.cuda.configs import TWIN_HEAD_DIMS
 from ffpa_hf.kernels.philox import philox_keep_mask
 from ffpa_hf.kernels.reference import attention
 from ffpa_hf.kernels.sdpa import run as sdpa
@@ -72,6 +73,7 @@ class Check:
     sinks: bool = False
     grad_lse: bool = False
     broadcast_grad: bool = False
+    kernel: str = ""  # which of a family's kernels, where it has several
 
     def __str__(self) -> str:
         heads = f"{self.heads}" if self.heads == self.kv_heads else f"{self.heads}:{self.kv_heads}"
@@ -84,6 +86,7 @@ class Check:
         words += ["sinks"] if self.sinks else []
         words += ["lse gradient"] if self.grad_lse else []
         words += ["broadcast gradient"] if self.broadcast_grad else []
+        words += [self.kernel] if self.kernel else []
         return " ".join(words)
 
 
@@ -144,11 +147,20 @@ _HEAD_DIMS = (64, 72, 96, 128, 192, 200, 256, 320, 384, 448, 512, 576, 640, 768,
 _SUITES = {"triton-qkv": ("ffpa_hf.kernels.selftest_qkv", "triton")}
 
 
-def grid_of(family: str, interpreted: bool = False) -> tuple[Any, ...]:
-    """The calls to make for a family. interpreted: few, for Triton's interpreter."""
+def grid_of(family: str, interpreted: bool = False, is_hopper: bool = False) -> tuple[Any, ...]:
+    """The calls to make for a family. interpreted: few, for Triton's interpreter. is_hopper: also kernels for sm_90."""
     if family in _SUITES:
         return importlib.import_module(_SUITES[family][0]).grid(interpreted)
-    return grid(interpreted)
+    return _forward_grid(is_hopper) if family == "cuda" else grid(interpreted)
+
+
+def _forward_grid(is_hopper: bool) -> tuple[Check, ...]:
+    """The calls of a forward without softcap and sinks, for each of the CUDA kernels that serve them."""
+    calls = [check for check in grid() if check.softcap is None and not check.sinks and not check.broadcast_grad]
+    calls = [replace(check, grad_lse=False) for check in calls]
+    wide = [check for check in calls if check.head_dim in TWIN_HEAD_DIMS and not check.dropout_p]
+    calls = [replace(check, kernel="native") for check in calls]
+    return tuple(calls + [replace(check, kernel="tma") for check in wide if is_hopper])
 
 
 def grid(interpreted: bool = False) -> tuple[Check, ...]:
@@ -361,6 +373,8 @@ def _kernel(module: ModuleType, config: Any, problem: _Problem) -> dict[str, Ten
         value=aligned(problem.inputs.value),
     )
     out, lse, row_stats = module.forward(inputs, config)
+    if not hasattr(module, "backward"):
+        return {"out": out, "lse": lse}
     needs = tuple(getattr(inputs, name) is not None for name in _LEAVES)
     grads = module.backward(
         inputs, aligned(out), lse, row_stats, aligned(problem.grad_out), problem.grad_lse, needs, config
@@ -481,7 +495,10 @@ def run(
     jobs: processes that share the checks, since compiling takes most of the time. `on_check` is called as checks end;
     the outcomes are in the order of the checks. Raises ImportError where the family's compiler is not installed.
     """
-    wanted = list(grid_of(family, device.type == "cpu") if checks is None else checks)
+    if checks is None:
+        is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+        checks = grid_of(family, device.type == "cpu", is_hopper)
+    wanted = list(checks)
     importlib.import_module(f"ffpa_hf.kernels.{_SUITES[family][1] if family in _SUITES else family}")
     outcomes: dict[int, Outcome] = {}
     if jobs <= 1:
@@ -506,4 +523,7 @@ def _work(family: str, check: Any, device: torch.device) -> Outcome:
         torch.cuda.set_device(device)
     if family in _SUITES:
         return importlib.import_module(_SUITES[family][0]).run_check(check, device)
-    return run_check(importlib.import_module(f"ffpa_hf.kernels.{family}"), NAMES[family], check, device)
+    config = NAMES[family]
+    if check.kernel:
+        config = replace(config, family=check.kernel)  # type: ignore[arg-type,call-arg,type-var]
+    return run_check(importlib.import_module(f"ffpa_hf.kernels.{family}"), config, check, device)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ffpa_hf.backends import CUDABackend
-from ffpa_hf.kernels.common import Accepted, Answer, AttentionInputs, Capability, refusal, refuse
+from ffpa_hf.kernels.common import Accepted, Answer, AttentionInputs, Capability, Refused, refusal, refuse
 from ffpa_hf.kernels.cuda import configs
 from ffpa_hf.kernels.tuning import constant_under_compile
 
@@ -42,6 +42,10 @@ def supports(call: AttentionCall, config: CUDABackend | None = None, *, backward
         return refuse(
             "not built", "unqualified", NotImplementedError, "{} of the CUDA backend is not built yet", missing
         )
+    if config.family == "tma":
+        refused = _no_twin(call)
+        if refused is not None:
+            return refused
     if call.is_rocm:
         return refuse("target", "fallback", RuntimeError, "ROCm: the CUDA backend needs an NVIDIA GPU")
     problem = _import_problem()
@@ -57,11 +61,13 @@ def forward(inputs: AttentionInputs, config: CUDABackend) -> tuple[Tensor, Tenso
     """(out like query, lse fp32 [B, Hq, Nq], row_stats fp32 [2, B, Hq, Nq] or empty where there is no bias)."""
     from ffpa_hf.kernels.cuda import launch
 
-    return launch.forward(inputs, _family(inputs, config))
+    return launch.forward(inputs, config.family)
 
 
 def describe(call: AttentionCall, config: CUDABackend | None = None) -> str:
     """The kernel and tile of a call, in one sentence."""
+    if kernel_of(call, config or CUDABackend()) == "twin":
+        return "twin_forward: 128 x 128 tiles, two blocks of a cluster share the rows; TMA and wgmma."
     tile = configs.choose_native(call.head_dim, configs.smem_limit_of(call.capability or (8, 0)))
     slices, width = configs.slices_of(call.head_dim)
     return (
@@ -70,15 +76,31 @@ def describe(call: AttentionCall, config: CUDABackend | None = None) -> str:
     )
 
 
-def _family(inputs: AttentionInputs, config: CUDABackend) -> str:
-    return "native"
+def _no_twin(call: AttentionCall) -> Refused | None:
+    """Why the kernels for Hopper's own instructions cannot serve a call, None where they can."""
+    if call.dropout_p > 0:
+        return refuse("dropout", "error", NotImplementedError,
+                      "dropout_p={:g}: family='tma' has no dropout; family='native' has", call.dropout_p)  # fmt: skip
+    if call.capability is None or call.capability[0] != 9:
+        return refuse("target", "fallback", RuntimeError, "family='tma' needs sm_90")
+    if call.head_dim not in configs.TWIN_HEAD_DIMS:
+        return refuse("head dim", "fallback", ValueError, "head_dim {}: family='tma' is built for {}",
+                      call.head_dim, ", ".join(map(str, configs.TWIN_HEAD_DIMS)))  # fmt: skip
+    return None
+
+
+def kernel_of(call: AttentionCall, config: CUDABackend) -> str:
+    """ "twin" or "native": which kernel serves an accepted call."""
+    if config.family == "native" or _no_twin(call) is not None or call.q_len < configs.TWIN_ROWS:
+        return "twin" if config.family == "tma" else "native"
+    return "twin"
 
 
 def _not_built(config: CUDABackend) -> str:
     """What a config asks for that does not exist yet; empty where all of it does."""
     if config.quantised:
         return "FP8 and FP4"
-    if config.family in ("tma", "cute"):
+    if config.family == "cute":
         return f"family={config.family!r}"
     return "acc='f16'" if config.acc == "f16" else ""
 

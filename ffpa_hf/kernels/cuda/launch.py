@@ -129,7 +129,7 @@ _native_variant = functools.lru_cache(maxsize=1024)(native_variant)
 _twin_variant = functools.lru_cache(maxsize=128)(twin_variant)
 
 
-def forward(inputs: AttentionInputs, family: str = "native") -> tuple[Tensor, Tensor, Tensor]:
+def forward(inputs: AttentionInputs, family: str = "auto") -> tuple[Tensor, Tensor, Tensor]:
     """(out like query, lse fp32 [B, Hq, Nq], row statistics fp32 [2, B, Hq, Nq], empty where there is no bias)."""
     query = inputs.query
     out = torch.empty_like(query)
@@ -138,8 +138,19 @@ def forward(inputs: AttentionInputs, family: str = "native") -> tuple[Tensor, Te
     if lse.numel():
         index = query.device.index if query.device.index is not None else torch.cuda.current_device()
         with _on(index):
-            (_twin if family == "twin" else _native)(inputs, out, lse, stats, index)
+            (_twin if _takes_twin(inputs, family, index) else _native)(inputs, out, lse, stats, index)
     return out, lse, stats
+
+
+def _takes_twin(inputs: AttentionInputs, family: str, device: int) -> bool:
+    if family != "auto":
+        return family == "tma"
+    return (
+        inputs.query.shape[3] in configs.TWIN_HEAD_DIMS
+        and inputs.query.shape[2] >= configs.TWIN_ROWS
+        and not _drops(inputs)
+        and torch.cuda.get_device_capability(device)[0] == 9
+    )
 
 
 def _native(inputs: AttentionInputs, out: Tensor, lse: Tensor, stats: Tensor, device: int) -> None:
