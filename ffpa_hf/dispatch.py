@@ -27,7 +27,7 @@ DECODE_LENGTH = 8
 #: Head dim up to which torch's own kernels are fast, so that auto keeps them where nothing was measured.
 SMALL_HEAD_DIM = 256
 
-KERNELS = ("cute", "cuda", "triton")
+KERNELS = ("cute", "triton", "cuda")
 _DEFAULT_CONFIG: dict[str, Backend] = {
     "sdpa": SDPABackend(),
     "triton": TritonBackend(),

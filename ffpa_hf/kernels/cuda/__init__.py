@@ -66,7 +66,9 @@ def forward(inputs: AttentionInputs, config: CUDABackend) -> tuple[Tensor, Tenso
 
 def describe(call: AttentionCall, config: CUDABackend | None = None) -> str:
     """The kernel and tile of a call, in one sentence."""
-    if kernel_of(call, config or CUDABackend()) == "twin":
+    is_hopper = call.capability is not None and call.capability[0] == 9
+    family = (config or CUDABackend()).family
+    if configs.takes_twin(family, call.head_dim, call.q_len, call.dropout_p > 0, is_hopper):
         return "twin_forward: 128 x 128 tiles, two blocks of a cluster share the rows; TMA and wgmma."
     tile = configs.choose_native(call.head_dim, configs.smem_limit_of(call.capability or (8, 0)))
     slices, width = configs.slices_of(call.head_dim)
@@ -87,13 +89,6 @@ def _no_twin(call: AttentionCall) -> Refused | None:
         return refuse("head dim", "fallback", ValueError, "head_dim {}: family='tma' is built for {}",
                       call.head_dim, ", ".join(map(str, configs.TWIN_HEAD_DIMS)))  # fmt: skip
     return None
-
-
-def kernel_of(call: AttentionCall, config: CUDABackend) -> str:
-    """ "twin" or "native": which kernel serves an accepted call."""
-    if config.family == "native" or _no_twin(call) is not None or call.q_len < configs.TWIN_ROWS:
-        return "twin" if config.family == "tma" else "native"
-    return "twin"
 
 
 def _not_built(config: CUDABackend) -> str:

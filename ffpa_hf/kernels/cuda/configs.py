@@ -19,13 +19,15 @@ class NativeConfig:
     """One block of the native forward (src/native_forward.cu).
 
     row_warps: groups of 16 query rows. col_warps: warps that share a group. block_n: keys per step. stages: slots of
-    the shared-memory ring. q_resident: the query tile stays in shared memory. blocks: resident per multiprocessor.
+    the shared-memory ring, of `step` chunks each. q_resident: the query tile stays in shared memory. blocks: resident
+    per multiprocessor.
     """
 
     row_warps: int
     col_warps: int
     block_n: int
     stages: int
+    step: int = 1
     q_resident: bool = True
     blocks: int = 1
 
@@ -55,7 +57,7 @@ def native_smem(config: NativeConfig, head_dim: int) -> int:
     """Dynamic shared memory of a block in bytes, as src/native_forward.cu lays it out."""
     query, step = config.block_m * 128, config.block_n * 128
     resident = chunks_of(head_dim) * query if config.q_resident else 0
-    ring = config.stages * (step + (0 if config.q_resident else query))
+    ring = config.stages * config.step * (step + (0 if config.q_resident else query))
     shared_rows = config.block_m * config.block_n * 2 if config.col_warps > 1 else 0
     return resident + ring + shared_rows + config.col_warps * config.block_m * 4 + 16 * config.row_warps
 
@@ -78,11 +80,15 @@ def is_legal(config: NativeConfig, head_dim: int, smem_limit: int) -> bool:
 
 # (head dim up to, config); the first legal one is taken.
 _NATIVE: tuple[tuple[int, NativeConfig], ...] = (
-    (256, NativeConfig(8, 1, 64, 4)),
-    (512, NativeConfig(4, 2, 128, 5)),
+    (64, NativeConfig(4, 1, 128, 3, blocks=2)),
+    (128, NativeConfig(4, 1, 128, 2, step=2)),
+    (256, NativeConfig(4, 1, 64, 2, step=4)),
+    (256, NativeConfig(4, 1, 64, 3, step=2)),
+    (320, NativeConfig(4, 2, 128, 2, step=5)),
+    (512, NativeConfig(4, 2, 128, 2, step=4)),
     (512, NativeConfig(4, 2, 64, 3)),
-    (1024, NativeConfig(4, 2, 64, 6)),
-    (1024, NativeConfig(4, 2, 64, 3)),
+    (1024, NativeConfig(4, 2, 128, 2, step=4, q_resident=False)),
+    (1024, NativeConfig(4, 2, 64, 2, step=4, q_resident=False)),
     (1024, NativeConfig(4, 2, 64, 4, q_resident=False)),
 )
 
@@ -100,6 +106,13 @@ def choose_native(head_dim: int, smem_limit: int) -> NativeConfig:
 TWIN_HEAD_DIMS = (512,)
 TWIN_ROWS = 128
 TWIN_THREADS = 384
+
+
+def takes_twin(family: str, head_dim: int, q_len: int, drops: bool, is_hopper: bool) -> bool:
+    """Whether the twin forward serves a call of the CUDA backend, else the native one."""
+    if family != "auto":
+        return family == "tma"
+    return is_hopper and head_dim in TWIN_HEAD_DIMS and q_len >= TWIN_ROWS and not drops
 
 
 def twin_smem(head_dim: int) -> int:

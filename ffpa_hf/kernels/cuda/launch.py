@@ -93,6 +93,7 @@ def native_variant(
         "COL_WARPS": config.col_warps,
         "BN": config.block_n,
         "STAGES": config.stages,
+        "STEP": config.step,
         "Q_RESIDENT": config.q_resident,
         "BLOCKS": config.blocks,
         "CAUSAL": causal,
@@ -143,14 +144,9 @@ def forward(inputs: AttentionInputs, family: str = "auto") -> tuple[Tensor, Tens
 
 
 def _takes_twin(inputs: AttentionInputs, family: str, device: int) -> bool:
-    if family != "auto":
-        return family == "tma"
-    return (
-        inputs.query.shape[3] in configs.TWIN_HEAD_DIMS
-        and inputs.query.shape[2] >= configs.TWIN_ROWS
-        and not _drops(inputs)
-        and torch.cuda.get_device_capability(device)[0] == 9
-    )
+    _, _, q_len, head_dim = inputs.query.shape
+    is_hopper = torch.cuda.get_device_capability(device)[0] == 9
+    return configs.takes_twin(family, head_dim, q_len, _drops(inputs), is_hopper)
 
 
 def _native(inputs: AttentionInputs, out: Tensor, lse: Tensor, stats: Tensor, device: int) -> None:

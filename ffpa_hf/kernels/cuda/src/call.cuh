@@ -78,7 +78,7 @@ struct Seen {
     __device__ __forceinline__ float logit(
         const Call& call, float product, int row, int key, Range range, bool tested) const {
         float z = product * call.slope;
-        bool visible = !tested || (key >= range.start && key < range.end);
+        bool visible = !tested || ((!INTERVALS || key >= range.start) && key < range.end);
         bool there = row < call.n_q && key < call.n_kv;
 #if BIAS
         if (there) {

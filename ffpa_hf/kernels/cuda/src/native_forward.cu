@@ -7,7 +7,7 @@
 // Online softmax in base 2 (Milakov and Gimelshein 2018; Dao et al. 2022).
 //
 // Compile-time: D head dim, SLICES, WIDTH output chunks of 64 columns per slice, ROW_WARPS, COL_WARPS, BN keys per step,
-// STAGES ring slots, Q_RESIDENT, BLOCKS per multiprocessor, BFLOAT16, STATS, and what call.cuh lists.
+// STAGES ring slots of STEP chunks, Q_RESIDENT, BLOCKS per multiprocessor, BFLOAT16, STATS, and what call.cuh lists.
 #include "call.cuh"
 
 constexpr int THREADS = 32 * ROW_WARPS * COL_WARPS;
@@ -19,7 +19,9 @@ constexpr int OUT_TILES = 8 / COL_WARPS;         // 16 x 8 tiles of output per w
 constexpr int PAIR = 32 * COL_WARPS;             // threads that share 16 rows
 constexpr u32 Q_CHUNK = BM * 128;                // bytes
 constexpr u32 KV_CHUNK = BN * 128;
-constexpr u32 SLOT = KV_CHUNK + (Q_RESIDENT ? 0 : Q_CHUNK);
+constexpr u32 PART = KV_CHUNK + (Q_RESIDENT ? 0 : Q_CHUNK);
+constexpr u32 SLOT = STEP * PART;
+constexpr int K_STEPS = (CHUNKS + STEP - 1) / STEP, V_STEPS = (WIDTH + STEP - 1) / STEP;
 constexpr u32 RING = Q_RESIDENT ? CHUNKS * Q_CHUNK : 0;
 constexpr u32 WEIGHTS = RING + STAGES * SLOT;    // [BN / 64] chunks of BM x 64 probabilities, where warps share rows
 constexpr u32 EXCHANGE = WEIGHTS + (COL_WARPS > 1 ? BM * BN * 2 : 0);
@@ -31,34 +33,52 @@ __device__ __forceinline__ u32 unit_address(u32 chunk, int row, int unit) {
     return chunk + row * 128 + ((unit ^ (row & 7)) << 4);
 }
 
-template <int ROWS>
-__device__ __forceinline__ void load_chunk(u32 chunk, const u16* source, i64 stride, int row0, int rows, int col0) {
+// A thread's share of a chunk: one 16-byte unit of every PASS-th row.
+constexpr int PASS = THREADS / 8;
+
+struct Share {
+    const u16* data;  // of the tensor's first row
+    i64 row, pass;    // elements between rows, and between this thread's rows
+    int rows;         // of the tensor, counted from this thread's first one
+
+    __device__ __forceinline__ Share(const u16* tensor, i64 stride, int count)
+        : data(tensor + (threadIdx.x >> 3) * stride + (threadIdx.x & 7) * 8),
+          row(stride),
+          pass(PASS * stride),
+          rows(count - (threadIdx.x >> 3)) {}
+
+    template <int ROWS>
+    __device__ __forceinline__ void load(u32 chunk, int row0, int col0) const {
+        const u16* source = data + row0 * row + col0;
+        const int left = col0 + (threadIdx.x & 7) * 8 < D ? rows - row0 : 0;
+        const u32 target = unit_address(chunk, threadIdx.x >> 3, threadIdx.x & 7);
 #pragma unroll
-    for (int i = threadIdx.x; i < ROWS * 8; i += THREADS) {
-        int row = i >> 3, unit = i & 7, col = col0 + unit * 8;
-        bool there = row0 + row < rows && col < D;
-        copy16(unit_address(chunk, row, unit), there ? source + (row0 + row) * stride + col : source, there);
+        for (int i = 0; i < ROWS / PASS; ++i) copy16(target + i * PASS * 128, source + i * pass, i * PASS < left);
     }
-}
+};
 
 // The block's walk over the ring: what is loaded next, and where. Keys first, then values, block after block.
 struct Loader {
-    const u16 *query, *key, *value;
-    const Call& call;
-    int row, col_chunk, block, stop, chunk, slot;
+    Share query, key, value;
+    int row, col_chunk, block, stop, step, slot;
     u32 ring;
 
     __device__ __forceinline__ void next() {
         if (block < stop) {
-            u32 at = ring + slot * SLOT;
-            if (chunk < CHUNKS) {
-                load_chunk<BN>(at, key, call.key.n, block, call.n_kv, chunk * 64);
-                if (!Q_RESIDENT) load_chunk<BM>(at + KV_CHUNK, query, call.query.n, row, call.n_q, chunk * 64);
-            } else {
-                load_chunk<BN>(at, value, call.value.n, block, call.n_kv, (col_chunk + chunk - CHUNKS) * 64);
+            const bool values = step >= K_STEPS;
+#pragma unroll
+            for (int i = 0; i < STEP; ++i) {
+                const u32 at = ring + slot * SLOT + i * PART;
+                const int chunk = (values ? step - K_STEPS : step) * STEP + i;
+                if (values) {
+                    if (chunk < WIDTH) value.load<BN>(at, block, (col_chunk + chunk) * 64);
+                } else if (chunk < CHUNKS) {
+                    key.load<BN>(at, block, chunk * 64);
+                    if (!Q_RESIDENT) query.load<BM>(at + KV_CHUNK, row, chunk * 64);
+                }
             }
-            if (++chunk == CHUNKS + WIDTH) {
-                chunk = 0;
+            if (++step == K_STEPS + V_STEPS) {
+                step = 0;
                 block += BN;
             }
         }
@@ -140,11 +160,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) native_forward(con
 #endif
     const int begin = lo / BN * BN;
 
-    const u16* query = call.query.data + i_b * call.query.b + i_h * call.query.h;
+    const Share query(call.query.data + i_b * call.query.b + i_h * call.query.h, call.query.n, call.n_q);
     Loader loader = {query,
-                     call.key.data + i_b * call.key.b + i_hkv * call.key.h,
-                     call.value.data + i_b * call.value.b + i_hkv * call.value.h,
-                     call,
+                     Share(call.key.data + i_b * call.key.b + i_hkv * call.key.h, call.key.n, call.n_kv),
+                     Share(call.value.data + i_b * call.value.b + i_hkv * call.value.h, call.value.n, call.n_kv),
                      row0,
                      i_slice * WIDTH,
                      begin,
@@ -154,7 +173,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) native_forward(con
                      shared + RING};
     if (Q_RESIDENT && begin < hi) {
 #pragma unroll 1
-        for (int c = 0; c < CHUNKS; ++c) load_chunk<BM>(shared + c * Q_CHUNK, query, call.query.n, row0, call.n_q, c * 64);
+        for (int c = 0; c < CHUNKS; ++c) query.load<BM>(shared + c * Q_CHUNK, row0, c * 64);
     }
 #pragma unroll
     for (int i = 0; i < STAGES - 1; ++i) loader.next();
@@ -176,22 +195,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) native_forward(con
         // scores[16, KEYS] = q k^T
         float scores[SCORE_TILES][4] = {};
 #pragma unroll 1
-        for (int c = 0; c < CHUNKS; ++c) {
+        for (int step = 0; step < K_STEPS; ++step) {
             wait_copies<STAGES - 2>();
             __syncthreads();
             loader.next();
-            const u32 k_chunk = shared + RING + slot * SLOT;
-            const u32 q_chunk = Q_RESIDENT ? shared + c * Q_CHUNK : k_chunk + KV_CHUNK;
 #pragma unroll
-            for (int k = 0; k < 4; ++k) {
-                u32 a[4];
-                load_matrices(a, unit_address(q_chunk, a_row, k * 2 + a_unit));
+            for (int i = 0; i < STEP; ++i) {
+                const int c = step * STEP + i;
+                if (CHUNKS % STEP && c >= CHUNKS) break;
+                const u32 k_chunk = shared + RING + slot * SLOT + i * PART;
+                const u32 q_chunk = Q_RESIDENT ? shared + c * Q_CHUNK : k_chunk + KV_CHUNK;
 #pragma unroll
-                for (int n = 0; n < SCORE_TILES; n += 2) {
-                    u32 b[4];
-                    load_matrices(b, unit_address(k_chunk, k_row + n * 8, k * 2 + k_unit));
-                    multiply(scores[n], a, b[0], b[1]);
-                    multiply(scores[n + 1], a, b[2], b[3]);
+                for (int k = 0; k < 4; ++k) {
+                    u32 a[4];
+                    load_matrices(a, unit_address(q_chunk, a_row, k * 2 + a_unit));
+#pragma unroll
+                    for (int n = 0; n < SCORE_TILES; n += 2) {
+                        u32 b[4];
+                        load_matrices(b, unit_address(k_chunk, k_row + n * 8, k * 2 + k_unit));
+                        multiply(scores[n], a, b[0], b[1]);
+                        multiply(scores[n + 1], a, b[2], b[3]);
+                    }
                 }
             }
             slot = slot + 1 == STAGES ? 0 : slot + 1;
@@ -302,21 +326,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) native_forward(con
 
         // out[16, 64 WIDTH] += weights v
 #pragma unroll
-        for (int c = 0; c < WIDTH; ++c) {
+        for (int step = 0; step < V_STEPS; ++step) {
             wait_copies<STAGES - 2>();
             __syncthreads();
             loader.next();
-            const u32 v_chunk = shared + RING + slot * SLOT;
 #pragma unroll
-            for (int k = 0; k < BN / 16; ++k)
+            for (int i = 0; i < STEP; ++i) {
+                const int c = step * STEP + i;
+                if (c >= WIDTH) break;
+                const u32 v_chunk = shared + RING + slot * SLOT + i * PART;
 #pragma unroll
-                for (int n = 0; n < OUT_TILES; n += 2) {
-                    u32 b[4];
-                    const int unit = col_warp * OUT_TILES + n + (lane >> 4);
-                    load_matrices_transposed(b, unit_address(v_chunk, k * 16 + (lane & 15), unit));
-                    multiply(out[c][n], weights[k], b[0], b[1]);
-                    multiply(out[c][n + 1], weights[k], b[2], b[3]);
-                }
+                for (int k = 0; k < BN / 16; ++k)
+#pragma unroll
+                    for (int n = 0; n < OUT_TILES; n += 2) {
+                        u32 b[4];
+                        const int unit = col_warp * OUT_TILES + n + (lane >> 4);
+                        load_matrices_transposed(b, unit_address(v_chunk, k * 16 + (lane & 15), unit));
+                        multiply(out[c][n], weights[k], b[0], b[1]);
+                        multiply(out[c][n + 1], weights[k], b[2], b[3]);
+                    }
+            }
             slot = slot + 1 == STAGES ? 0 : slot + 1;
         }
     }

@@ -18,9 +18,13 @@ constexpr int KEYS = BN / 2;       // keys that a block scores
 constexpr int CHUNKS = D / 64;
 constexpr int THREADS = 384;       // a warpgroup that loads, two that compute
 constexpr u32 Q_CHUNK = BM * 128;  // bytes
-constexpr u32 SLOT = 16384;        // two chunks of 64 keys x 64 columns, or 32 keys x 256 columns of the values
-constexpr int STAGES = 5;
-constexpr int K_SLOTS = 4, V_SLOTS = 2;  // slots of a step's keys, and of the values of 64 keys
+// A slot of the ring: SLOT_CHUNKS chunks of 64 keys x 64 columns, or of 16 keys x 256 columns of the values. TMA is slow
+// with boxes of 8 KB: of one chunk each, ten slots were 8% slower than five of two.
+constexpr int SLOT_CHUNKS = 2;
+constexpr u32 SLOT = 8192 * SLOT_CHUNKS;
+constexpr int STAGES = 10 / SLOT_CHUNKS;
+constexpr int K_SLOTS = 8 / SLOT_CHUNKS;  // of a step's keys
+constexpr int V_SLOTS = 4 / SLOT_CHUNKS;  // of the values of 64 keys
 constexpr u32 RING = CHUNKS * Q_CHUNK;
 constexpr u32 MAIL = RING + STAGES * SLOT;      // probabilities from the other block: [2][4][128] of 16 bytes
 constexpr u32 REFERENCES = MAIL + 2 * 8192;     // and what they are relative to: [2][128] pairs of fp32
@@ -55,6 +59,7 @@ struct Rows {
     float scores[32];      // [64 rows, 64 keys]
     u32 own[4][4];         // probabilities of this block's keys
     u32 other[4][4];       // and of the other block's
+    u32 next[4][4];        // of the next step's own keys, while own is still being multiplied
     float reference[2];    // what out is relative to, for rows g and g + 8
     float own_reference[2];  // what own is relative to
     float sum[2];          // of own probabilities, relative to own_reference between softmax and receive, else reference
@@ -65,20 +70,26 @@ struct Place {
     u32 rank, mail_remote, references_remote, mail_full_remote, mail_free_remote;
 };
 
+// The slot `count` places before another, 0 <= count <= STAGES.
+__device__ __forceinline__ int before(int slot, int count) {
+    slot -= count;
+    return slot < 0 ? slot + STAGES : slot;
+}
+
 __device__ __forceinline__ void release(const Place& at, int slot) {
     if (at.lane == 0) barrier_arrive(at.shared + EMPTY + 8 * slot);
 }
 
-// Start scores = q k^T over the next K_SLOTS slots. Slots are freed as products finish, all but the last one.
+// Start scores = q k^T over a step's keys. Slots are freed as products finish, all but the last.
 __device__ __forceinline__ void start_scores(Rows& rows, const Place& at, Slots& ring) {
 #pragma unroll
     for (int s = 0; s < K_SLOTS; ++s) {
         barrier_wait(at.shared + FULL + 8 * ring.slot, ring.phase);
         products_begin();
-        const u32 q = hidden(at.shared) + 2 * s * Q_CHUNK + at.group * 8192;
+        const u32 q = hidden(at.shared) + SLOT_CHUNKS * s * Q_CHUNK + at.group * 8192;
         const u32 k = hidden(at.shared) + RING + ring.slot * SLOT;
 #pragma unroll
-        for (int c = 0; c < 2; ++c)
+        for (int c = 0; c < SLOT_CHUNKS; ++c)
 #pragma unroll
             for (int i = 0; i < 4; ++i)
                 product_64(rows.scores, matrix(q + c * Q_CHUNK + 32 * i, 16, 1024), matrix(k + c * 8192 + 32 * i, 16, 1024),
@@ -86,13 +97,13 @@ __device__ __forceinline__ void start_scores(Rows& rows, const Place& at, Slots&
         products_commit();
         if (s) {
             products_wait<1>();
-            release(at, ring.slot == 0 ? STAGES - 1 : ring.slot - 1);
+            release(at, before(ring.slot, 1));
         }
         ring.advance();
     }
 }
 
-// Start out += weights v over the next V_SLOTS slots of 32 keys each.
+// Start out += weights v over the next V_SLOTS slots.
 __device__ __forceinline__ void start_values(Rows& rows, const u32 (&weights)[4][4], const Place& at, Slots& ring) {
 #pragma unroll
     for (int s = 0; s < V_SLOTS; ++s) {
@@ -100,10 +111,20 @@ __device__ __forceinline__ void start_values(Rows& rows, const u32 (&weights)[4]
         products_begin();
         const u32 v = hidden(at.shared) + RING + ring.slot * SLOT;
 #pragma unroll
-        for (int i = 0; i < 2; ++i) product_256(rows.out, weights[2 * s + i], matrix(v + 2048 * i, 4096, 1024));
+        for (int i = 0; i < SLOT_CHUNKS; ++i)
+            product_256(rows.out, weights[SLOT_CHUNKS * s + i], matrix(v + 2048 * i, 2048 * SLOT_CHUNKS, 1024));
         products_commit();
         ring.advance();
     }
+}
+
+// Wait for a quarter of a step's products with the values, and free its slots. `first`: the slot of the first of all.
+template <int QUARTER>
+__device__ __forceinline__ void finish_values(const Place& at, int first) {
+    constexpr int EACH = V_SLOTS / 2;
+    products_wait<(3 - QUARTER) * EACH>();
+#pragma unroll
+    for (int i = QUARTER * EACH; i < (QUARTER + 1) * EACH; ++i) release(at, before(first, STAGES - i % STAGES));
 }
 
 // The other block's probabilities, and everything made relative to the larger reference of both.
@@ -146,8 +167,10 @@ __device__ __forceinline__ void receive(Rows& rows, const Place& at, u32 phase) 
     }
 }
 
-// Scores of the keys [key, key + 64) to fp32 probabilities, relative to a reference of their own.
-__device__ __forceinline__ void softmax(
+// Scores of the keys [key, key + 64) to logits, and the reference of their exponentials. TESTED: some row of the block
+// may not see all of them.
+template <bool TESTED>
+__device__ __forceinline__ void find_reference(
     Rows& rows, const Call& call, const Seen& seen, const Range (&range)[2], const int (&row)[2], int key, int t) {
     float peak[2] = {-infinity(), -infinity()};
 #pragma unroll
@@ -155,43 +178,54 @@ __device__ __forceinline__ void softmax(
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
             float& z = rows.scores[4 * n + e];
-            z = seen.logit(call, z, row[e >> 1], key + 8 * n + 2 * t + (e & 1), range[e >> 1], true);
+            z = seen.logit(call, z, row[e >> 1], key + 8 * n + 2 * t + (e & 1), range[e >> 1], TESTED);
             peak[e >> 1] = fmaxf(peak[e >> 1], z);
         }
-    float pivot[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         peak[r] = fmaxf(peak[r], __shfl_xor_sync(~0u, peak[r], 1));
         peak[r] = fmaxf(peak[r], __shfl_xor_sync(~0u, peak[r], 2));
         rows.own_reference[r] = fmaxf(rows.reference[r], ceilf(peak[r]));
-        pivot[r] = finite(rows.own_reference[r]);
-        rows.sum[r] *= exp2_fast(rows.reference[r] - pivot[r]);
+        rows.sum[r] *= exp2_fast(rows.reference[r] - finite(rows.own_reference[r]));
     }
+}
+
+// Logits of columns [32 PART, 32 PART + 32) to rounded probabilities, and into the sum.
+template <int PART>
+__device__ __forceinline__ void exponentiate(Rows& rows) {
+    const float pivot[2] = {finite(rows.own_reference[0]), finite(rows.own_reference[1])};
 #pragma unroll
-    for (int n = 0; n < 8; ++n)
+    for (int n = 4 * PART; n < 4 * PART + 4; ++n)
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
             float& z = rows.scores[4 * n + e];
             z = exp2_fast(z - pivot[e >> 1]);
             rows.sum[e >> 1] += z;
         }
-}
-
-// Round the probabilities and give them to the other block.
-__device__ __forceinline__ void send(Rows& rows, const Place& at, u32 free_phase) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
+    for (int i = 2 * PART; i < 2 * PART + 2; ++i)
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
             const int n = 8 * i + 4 * (j >> 1) + 2 * (j & 1);
-            rows.own[i][j] = pack(rows.scores[n], rows.scores[n + 1]);
+            rows.next[i][j] = pack(rows.scores[n], rows.scores[n + 1]);
         }
+}
+
+// Give the probabilities to the other block.
+__device__ __forceinline__ void send(const Rows& rows, const Place& at, u32 free_phase) {
     barrier_wait_cluster(at.shared + MAIL_FREE + 8 * at.group, free_phase);
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-        send16(at.mail_remote + i * 2048, rows.own[i][0], rows.own[i][1], rows.own[i][2], rows.own[i][3],
+        send16(at.mail_remote + i * 2048, rows.next[i][0], rows.next[i][1], rows.next[i][2], rows.next[i][3],
                at.mail_full_remote);
     send8(at.references_remote, rows.own_reference[0], rows.own_reference[1], at.mail_full_remote);
+}
+
+__device__ __forceinline__ void take_next(Rows& rows) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+#pragma unroll
+        for (int j = 0; j < 4; ++j) rows.own[i][j] = rows.next[i][j];
 }
 
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 1)
@@ -223,26 +257,33 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
 
-    // Keys [lo, hi) that some row of the tile sees: the same in both blocks.
-    int lo = 0, hi = call.n_kv;
+    // Keys [lo, hi) that some row of the tile sees, and [inner_lo, inner_hi) that every row does: the same in both blocks.
+    int lo = 0, hi = call.n_kv, inner_lo = 0, inner_hi = call.n_kv;
 #if INTERVALS
     {
         int* hull = reinterpret_cast<int*>(memory + RING);  // before anything is loaded there
-        lo = 0x7fffffff, hi = 0;
-        if (threadIdx.x < BM) {
-            Range range = row_range(call, i_b, row0 + threadIdx.x);
+        lo = 0x7fffffff, hi = 0, inner_hi = 0x7fffffff;
+        if (threadIdx.x < BM && row0 + threadIdx.x < call.n_q) {
+            const Range range = row_range(call, i_b, row0 + threadIdx.x);
             if (range.start < range.end) lo = range.start, hi = range.end;
+            inner_lo = range.start, inner_hi = range.end;
         }
         lo = __reduce_min_sync(~0u, lo);
         hi = __reduce_max_sync(~0u, hi);
+        inner_lo = __reduce_max_sync(~0u, inner_lo);
+        inner_hi = __reduce_min_sync(~0u, inner_hi);
         if (lane == 0) {
-            hull[2 * warp] = lo;
-            hull[2 * warp + 1] = hi;
+            hull[4 * warp] = lo;
+            hull[4 * warp + 1] = hi;
+            hull[4 * warp + 2] = inner_lo;
+            hull[4 * warp + 3] = inner_hi;
         }
         __syncthreads();
         for (int i = 0; i < BM / 32; ++i) {
-            lo = min(lo, hull[2 * i]);
-            hi = max(hi, hull[2 * i + 1]);
+            lo = min(lo, hull[4 * i]);
+            hi = max(hi, hull[4 * i + 1]);
+            inner_lo = max(inner_lo, hull[4 * i + 2]);
+            inner_hi = min(inner_hi, hull[4 * i + 3]);
         }
         lo = min(lo, hi);
         // TMA writes there next: order these reads before it.
@@ -250,6 +291,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
     }
 #elif CAUSAL
     hi = min(hi, min(row0 + BM, call.n_q));
+    inner_hi = min(inner_hi, row0 + 1);
 #endif
     const int begin = lo / BN * BN;
     const int steps = (hi - begin + BN - 1) / BN;
@@ -261,9 +303,8 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
             const int kb = i_b * twin.key_b, kh = i_hkv * twin.key_h, vb = i_b * twin.value_b, vh = i_hkv * twin.value_h;
             Slots ring;
             barrier_expect(shared + Q_FULL, CHUNKS * Q_CHUNK);
-            for (int c = 0; c < CHUNKS; c += 2)
-                load_box(shared + c * Q_CHUNK, &twin.query, row0, c, i_h, i_b, shared + Q_FULL),
-                    load_box(shared + (c + 1) * Q_CHUNK, &twin.query, row0, c + 1, i_h, i_b, shared + Q_FULL);
+            for (int c = 0; c < CHUNKS; ++c)
+                load_box(shared + c * Q_CHUNK, &twin.query, row0, c, i_h, i_b, shared + Q_FULL);
             auto load = [&](const TensorMap* map, int key, int chunk, int h, int b) {
                 barrier_wait(shared + EMPTY + 8 * ring.slot, ring.phase ^ 1);
                 barrier_expect(shared + FULL + 8 * ring.slot, SLOT);
@@ -271,12 +312,12 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
                 ring.advance();
             };
             auto load_keys = [&](int step) {
-                for (int s = 0; s < K_SLOTS; ++s) load(&twin.key, begin + step * BN + rank * KEYS, 2 * s, kh, kb);
+                for (int s = 0; s < K_SLOTS; ++s) load(&twin.key, begin + step * BN + rank * KEYS, SLOT_CHUNKS * s, kh, kb);
             };
             auto load_values = [&](int step) {
                 for (int s = 0; s < 2 * V_SLOTS; ++s) {
                     const int part = s < V_SLOTS ? rank : 1 - rank;  // this block's keys first
-                    load(&twin.value, begin + step * BN + part * KEYS + s % V_SLOTS * 32, rank * (HALF / 64), vh, vb);
+                    load(&twin.value, begin + step * BN + part * KEYS + s % V_SLOTS * 16 * SLOT_CHUNKS, rank * (HALF / 64), vh, vb);
                 }
             };
             load_keys(0);
@@ -328,31 +369,37 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
             start_scores(rows, at, ring);
             products_wait<0>();
             settle(rows.scores);
-            release(at, ring.slot == 0 ? STAGES - 1 : ring.slot - 1);
-            softmax(rows, call, seen, range, row, key, t);
+            release(at, before(ring.slot, 1));
+            find_reference<true>(rows, call, seen, range, row, key, t);
+            exponentiate<0>(rows);
+            exponentiate<1>(rows);
             send(rows, at, 1);
+            take_next(rows);
 #pragma unroll 1
             for (int step = 1; step < steps; ++step) {
                 key += BN;
                 start_scores(rows, at, ring);
-                const int last_keys = ring.slot == 0 ? STAGES - 1 : ring.slot - 1;
                 receive(rows, at, (step - 1) & 1);
                 if (arms) barrier_expect(mail_full, MESSAGE);
                 const int first_values = ring.slot;
                 start_values(rows, rows.own, at, ring);
                 start_values(rows, rows.other, at, ring);
-                products_wait<4>();
+                products_wait<2 * V_SLOTS>();
                 settle(rows.scores);
-                release(at, last_keys);
-                softmax(rows, call, seen, range, row, key, t);
-                products_wait<2>();
-                release(at, first_values);
-                release(at, first_values + 1 < STAGES ? first_values + 1 : 0);
-                products_wait<0>();
-                settle(rows.out);
-                release(at, first_values + 2 < STAGES ? first_values + 2 : first_values + 2 - STAGES);
-                release(at, first_values + 3 < STAGES ? first_values + 3 : first_values + 3 - STAGES);
+                release(at, before(first_values, 1));
+                if (key >= inner_lo && key + KEYS <= inner_hi)
+                    find_reference<false>(rows, call, seen, range, row, key, t);
+                else
+                    find_reference<true>(rows, call, seen, range, row, key, t);
+                finish_values<0>(at, first_values);
+                exponentiate<0>(rows);
+                finish_values<1>(at, first_values);
+                exponentiate<1>(rows);
                 send(rows, at, (step & 1) ^ 1);
+                finish_values<2>(at, first_values);
+                finish_values<3>(at, first_values);
+                settle(rows.out);
+                take_next(rows);
             }
             receive(rows, at, (steps - 1) & 1);
             start_values(rows, rows.own, at, ring);
