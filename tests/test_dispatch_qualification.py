@@ -77,8 +77,9 @@ def test_a_passed_self_test_or_the_switch_lets_it_run(verdicts):
 
 
 def test_the_planner_is_traced_whole_and_gives_the_eager_answer(verdicts, tmp_path, monkeypatch):
-    rows = [{"mask": "none", "head_dim": 512, "heads": 16, "length": n, "speedups": {"triton": [s, s]}}
-            for n, s in ((128, 0.5), (2048, 2.0))]  # fmt: skip
+    one = call(length=2048)
+    rows = [{"mask": "none", "grouped": False, "head_dim": one.head_dim, "lanes": one.batch * one.q_heads, "q_len": n,
+             "kv_len": n, "speedups": {"triton": [s, s]}} for n, s in ((128, 0.5), (2048, 2.0))]  # fmt: skip
     (tmp_path / "some-gpu.json").write_text(json.dumps({"rows": rows}))
     monkeypatch.setattr(preferences, "_TABLES", tmp_path)
     preferences.forget()
