@@ -19,7 +19,7 @@ from ffpa_hf import RowIntervals, ffpa_attn_func
 
 pytestmark = pytest.mark.gpu
 
-BACKENDS = ["triton"]
+BACKENDS = ["triton", "cuda"]
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.bfloat16, grad: bool = False) -> Tensor:
