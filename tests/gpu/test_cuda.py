@@ -1,4 +1,4 @@
-"""The CUDA C++ forward on a GPU: no copies, every kernel behind every mask, and the Triton backward that goes with it."""
+"""The CUDA C++ forward on a GPU: no copies, odd lengths, every mask, and the Triton backward that goes with it."""
 
 from __future__ import annotations
 
