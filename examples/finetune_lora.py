@@ -28,7 +28,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--full", action="store_true", help="train all weights instead of an adapter")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--prompt", default="Alice was beginning to ")
-    return parser.parse_args()
+    parser.set_defaults(learning_rate=None)  # an adapter takes a higher one than all weights
+    args = parser.parse_args()
+    args.learning_rate = args.learning_rate or (5e-4 if args.full else 3e-3)
+    return args
 
 
 def train(model: Any, tokenizer: Any, args: argparse.Namespace, folder: Path) -> None:

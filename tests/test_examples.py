@@ -57,7 +57,8 @@ def check(name: str, options: tuple[str, ...], folder: Path) -> None:
     printed = run(name, *options, "--output", str(folder))
     seen = losses(printed)
     assert len(seen) >= 2 and all(0 < loss < 8 for loss in seen), printed
-    assert options or seen[-1] < 0.9 * seen[0], printed  # two steps are too few to learn from
+    # two steps are too few to learn from, and the first number is a mean over some steps already
+    assert options or seen[-1] < 0.95 * seen[0], printed
     assert sum("self_attn" in line for line in printed.splitlines()) == 4, printed  # the report's row of each layer
     assert "B1 H4:2" in printed or "B2 H4:2" in printed
     adapter = "--lora" in options or (name == "finetune_lora" and "--full" not in options)
