@@ -239,6 +239,22 @@ OVERHEAD: tuple[Case, ...] = (
     Case("host_d512_decode_1k", 32, 1, 1024, 512, kv_heads=4, host=True),
 )
 
+#: The one attention head of autoencoders' mid-blocks, at the tokens of a 1024px and a 2048px image. 384: Wan 2.1 and
+#: QwenImage; 512: Stable Diffusion, FLUX; 640 and 1024: Wan 2.2 (and HunyuanVideo 1.5); 768 and 1152: QwenImage 2.1,
+#: the last wider than any kernel, so that it is SDPA's.
+VAE: tuple[Case, ...] = tuple(
+    _self(f"vae_d{head_dim}_{size}px", head_dim, length, 1)
+    for head_dim, lengths in (
+        (384, (16384, 65536)),
+        (512, (16384, 65536)),
+        (640, (4096, 16384)),
+        (768, (4096, 16384)),
+        (1024, (4096, 16384)),
+        (1152, (4096, 16384)),
+    )
+    for size, length in zip((1024, 2048), lengths, strict=True)
+)
+
 #: Small enough for any CPU: the tool's own test.
 CPU_SMOKE: tuple[Case, ...] = (
     _self("cpu_self", 64, 48, 2, "fwd", "bwd", dtype="float32"),
@@ -250,6 +266,7 @@ CPU_SMOKE: tuple[Case, ...] = (
 SETS: dict[str, tuple[Case, ...]] = {
     "kernel": KERNEL,
     "packed": PACKED,
+    "vae": VAE,
     "overhead": OVERHEAD,
     "sweep": SWEEP,
     "sweep_tiny": SWEEP_TINY,
@@ -262,7 +279,7 @@ def select(patterns: Iterable[str]) -> tuple[Case, ...]:
 
     Raises ValueError for a pattern that matches nothing.
     """
-    everything = [*KERNEL, *PACKED, *OVERHEAD, *SWEEP, *SWEEP_TINY, *CPU_SMOKE]
+    everything = [*KERNEL, *PACKED, *VAE, *OVERHEAD, *SWEEP, *SWEEP_TINY, *CPU_SMOKE]
     chosen: set[str] = set()
     for pattern in patterns:
         found = [case.id for case in SETS[pattern]] if pattern in SETS else []

@@ -12,11 +12,13 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch.nn import Module
 
 from ffpa_hf.dispatch import Route
 from ffpa_hf.processors import FFPAAttnProcessor, capture, fusing, inline, mask_sources, registry
 from ffpa_hf.processors import precision as precisions
+from ffpa_hf.processors.redirect import Lowered
 from ffpa_hf.report import add_describer, not_accelerated
 
 _AUTOENCODERS = "diffusers.models.autoencoders"
@@ -72,6 +74,7 @@ def enable(
     text_encoders: bool = True,
     *,
     fuse_qkv: bool = False,
+    vae_attention_dtype: torch.dtype | None = None,
     precision: str | None = None,
     skip_layers: Sequence[str | int] | None = None,
     skip_first_steps: int | None = None,
@@ -85,6 +88,9 @@ def enable(
 
     fuse_qkv: fuse the query, key and value projections of the models that diffusers can fuse; `disable` parts them.
 
+    vae_attention_dtype: torch.bfloat16 or torch.float16: autoencoders that compute in float32, as SDXL's does in a
+    float16 pipeline, have their attention, and nothing else, computed in that dtype, which kernels take.
+
     precision: "fp8" or "fp4" asks for the quantised CUDA kernels, "auto" for FP8 from `precision.LONG` keys on, None
     leaves the inputs' dtype. It applies to the denoising models of a pipeline (to any single model). skip_layers: names
     or indices of attention modules that keep the inputs' dtype (`precision.skipped` says how they are read).
@@ -97,18 +103,25 @@ def enable(
     """
     if more:
         known = (
-            "backend, forward_backend, backward_backend, strict, vae, text_encoders, fuse_qkv, precision, skip_layers, "
-            "skip_first_steps"
+            "backend, forward_backend, backward_backend, strict, vae, text_encoders, fuse_qkv, vae_attention_dtype, "
+            "precision, skip_layers, skip_first_steps"
         )
         raise TypeError(f"enable has no option {', '.join(map(repr, more))} for diffusers; it has {known}.")
     precisions.check(precision, skip_layers, skip_first_steps)
+    if vae_attention_dtype not in (None, torch.bfloat16, torch.float16):
+        raise ValueError(
+            f"vae_attention_dtype={vae_attention_dtype!r} is not allowed; use None, torch.bfloat16 or torch.float16."
+        )
     models = [(model, name) for model, name in _diffusers_models(obj) if vae or not _is_autoencoder(model, name)]
     make = _quantising(obj, models, route, precision, skip_layers, skip_first_steps)
     try:
         for model, name in models:
             if fuse_qkv:
                 fusing.fuse(model)
-            _accelerate(model, *make(model, name))
+            owners = make(model, name)
+            if vae_attention_dtype is not None and _is_autoencoder(model, name):
+                _lower(owners, vae_attention_dtype)
+            _accelerate(model, *owners)
         if text_encoders:
             _enable_text_encoders(obj, route)
     except BaseException:
@@ -175,6 +188,14 @@ def _quantising(
         return plain, precisions.QuantisedProcessor(route, quantised, steps), frozenset(skip)
 
     return make
+
+
+def _lower(owners: _Owners, dtype: torch.dtype) -> None:
+    if any(isinstance(owner, precisions.QuantisedProcessor) for owner in owners[:2]):
+        raise ValueError("vae_attention_dtype and precision were both given for one autoencoder; give one.")
+    for owner in owners[:2]:
+        route = owner.route
+        owner.route = Lowered(route.backend, route.forward_backend, route.backward_backend, route.strict, dtype)
 
 
 def _attention_names(model: Module) -> Iterator[str]:

@@ -6,6 +6,7 @@ Knows tensors, routes and the module a call belongs to; knows no diffusers class
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -28,6 +29,13 @@ _NOBODY: Caller = (Route(), None, None)
 
 #: Whether diffusers' dispatcher knows our backend now; without it every call takes the function mode.
 backend_registered = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Lowered(Route):
+    """A route for modules that compute in float32: their queries, keys and values go to attention as `dtype`."""
+
+    dtype: torch.dtype = torch.bfloat16
 
 
 class _Scope(threading.local):
@@ -133,7 +141,10 @@ def serve(
                 scale=scale,
                 enable_gqa=enable_gqa,
             )
-        return attend(
+        own = query.dtype
+        if isinstance(route, Lowered) and own == torch.float32:
+            query, key, value = (tensor.to(route.dtype) for tensor in (query, key, value))
+        result = attend(
             query,
             key,
             value,
@@ -146,6 +157,7 @@ def serve(
             route=route,
             site=site,
         )
+        return (result[0].to(own), result[1]) if return_lse else result.to(own)
     finally:
         _scope.busy = busy
 

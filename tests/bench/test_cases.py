@@ -49,9 +49,15 @@ def test_published_cases_are_all_there():
 
 
 def test_every_id_is_used_once():
-    sets = (cases.KERNEL, cases.PACKED, cases.OVERHEAD, cases.SWEEP, cases.SWEEP_TINY, cases.CPU_SMOKE)
+    sets = (cases.KERNEL, cases.PACKED, cases.VAE, cases.OVERHEAD, cases.SWEEP, cases.SWEEP_TINY, cases.CPU_SMOKE)
     everything = [case.id for chosen in sets for case in chosen]
     assert len(everything) == len(set(everything))
+
+
+def test_autoencoders_cover_every_head_dim_at_two_sizes():
+    assert {case.head_dim for case in cases.VAE} == {384, 512, 640, 768, 1024, 1152}
+    assert all(case.heads == case.batch == 1 and case.mask == "none" for case in cases.VAE)
+    assert cases.select(["vae"]) == cases.VAE and len(cases.select(["vae_*_2048px"])) == 6
 
 
 def test_select_takes_sets_ids_and_globs_once_each():

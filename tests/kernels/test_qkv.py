@@ -102,16 +102,16 @@ def _set(**fields):
         _set(streams=lambda c: [s.flip(2) for s in c.streams]),
     ],
 )
-def test_the_self_test_catches_a_wrong_kernel(edit, monkeypatch):
+def test_the_self_test_catches_a_wrong_kernel(edit, monkeypatch, device):
     check = selftest_qkv.grid(interpreted=True)[0]
     right, wrong = qkv_kernels.join_streams, _edited(edit)
     monkeypatch.setattr(ops, "_kernel", lambda name: SimpleNamespace(join_streams=right))
     monkeypatch.setattr(qkv_kernels, "join_streams", wrong)
-    outcome = selftest_qkv.run_check(check, torch.device("cpu"))
+    outcome = selftest_qkv.run_check(check, device)
     assert not outcome.passed and outcome.errors, outcome.note
 
 
-def test_the_self_test_catches_an_unwritten_row(monkeypatch):
+def test_the_self_test_catches_an_unwritten_row(monkeypatch, device):
     original = qkv_kernels.join_streams
 
     def lazy(*values):
@@ -119,7 +119,8 @@ def test_the_self_test_catches_an_unwritten_row(monkeypatch):
         return torch.cat([out[:, :-1], out.new_empty(out[:, -1:].shape)], 1)
 
     monkeypatch.setattr(qkv_kernels, "join_streams", lazy)
-    assert not selftest_qkv.run_check(selftest_qkv.grid(interpreted=True)[0], torch.device("cpu")).passed
+    outcome = selftest_qkv.run_check(selftest_qkv.grid(interpreted=True)[0], device)
+    assert not outcome.passed and outcome.errors
 
 
 def test_wide_addresses_change_no_bit(kernel, device, monkeypatch):

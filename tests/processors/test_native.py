@@ -116,6 +116,8 @@ def served(monkeypatch) -> Iterator[SimpleNamespace]:
 @pytest.fixture
 def kernel(monkeypatch) -> list[Any]:
     """The kernel serves whatever it can, without the attention kernels, which take no tiny head dim."""
+    if torch.cuda.is_available():
+        pytest.skip("the interpreter is off beside a GPU; tests/gpu/test_native.py has the kernel in real models")
     from ffpa_hf import joint, ops
 
     calls: list[Any] = []
@@ -648,6 +650,52 @@ def test_an_interval_argument_means_the_same_to_torch():
     assert generic._dense(intervals, (query[0],), {}).exp().bool().equal(dense[None])
 
 
+# --- autoencoders in float32 ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["vae_kl", "vae_wan", "vae_hunyuan_video"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_attention_of_an_autoencoder_in_a_lower_dtype(name, dtype, served):
+    model, inputs = make(name)
+    with torch.no_grad():
+        expected = tiny.run(model, inputs)
+        with ffpa_hf.enabled(model, vae_attention_dtype=dtype):
+            result = tiny.run(model, inputs)
+        assert {call["query"].dtype for call in served.attention} == {dtype}
+        error = (result - expected).norm() / expected.norm()
+        assert result.dtype == torch.float32 and 0 < error < 2e-2
+        assert close(tiny.run(model, inputs), expected)
+
+
+def test_a_lower_dtype_touches_float32_alone_and_autoencoders_alone(served):
+    model, inputs = make("vae_kl")
+    with torch.no_grad(), ffpa_hf.enabled(model.half(), vae_attention_dtype=torch.bfloat16):
+        tiny.run(model, {name: value.half() for name, value in inputs.items()})
+    assert {call["query"].dtype for call in served.attention} == {torch.float16}
+    served.attention.clear()
+    model, inputs = make("flux")
+    with torch.no_grad(), ffpa_hf.enabled(model, vae_attention_dtype=torch.bfloat16):
+        tiny.run(model, inputs)
+    assert {call["query"].dtype for call in served.attention} == {torch.float32}
+
+
+def test_gradients_come_back_through_a_lower_dtype():
+    model, inputs = make("vae_kl")
+    with ffpa_hf.enabled(model, vae_attention_dtype=torch.bfloat16):
+        tiny.run(model, inputs).square().sum().backward()
+    attn = next(module for module in model.modules() if capture.holds_processor(module))
+    assert attn.to_q.weight.grad is not None and attn.to_q.weight.grad.abs().max() > 0
+
+
+def test_impossible_dtypes_are_refused():
+    model, _ = make("vae_kl")
+    with pytest.raises(ValueError, match="vae_attention_dtype"):
+        ffpa_hf.enable(model, vae_attention_dtype=torch.float32)
+    with pytest.raises(ValueError, match="give one"):
+        ffpa_hf.enable(model, vae_attention_dtype=torch.bfloat16, precision="auto")
+    assert not any(capture.slot_of(module) for module in model.modules())
+
+
 # --- torch.compile ----------------------------------------------------------------------------------------------------
 
 
@@ -660,6 +708,8 @@ def test_native_processors_compile_whole(name, monkeypatch):
         graphs.append([node.target for node in module.graph.nodes])
         return torch._dynamo.lookup_backend("aot_eager")(module, inputs)
 
+    if torch.cuda.is_available():
+        pytest.skip("the interpreter is off beside a GPU; tests/gpu/test_native.py compiles there")
     monkeypatch.setattr("ffpa_hf.joint._kernel_serves", lambda streams, factors, across_heads: True)
     torch._dynamo.reset()
     model, inputs = make(name)
