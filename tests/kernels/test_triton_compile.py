@@ -72,6 +72,17 @@ def test_decoding_compiles_with_and_without_splits():
     assert all((row["mma"] > 0) == (row["kernel"] == "decode_split") for row in rows)
 
 
+QKV = ("128,qkv", "128,qkv,across,complex", "72,qkv,halves,fp16")
+
+
+@pytest.mark.parametrize(("backend", "arch"), [("cuda", 80), ("cuda", 90), ("cuda", 120), ("hip", "gfx942")])
+def test_queries_and_keys_are_normalised_and_rotated_on_every_target(backend, arch):
+    rows = compiled(backend, arch, *QKV)
+    check_memory(rows, configs.target_for(None if backend == "hip" else divmod(arch, 10), backend == "hip"))
+    assert [row["kernel"] for row in rows] == ["place_stream"] * 6
+    assert not any(row.get("spilled_bytes") for row in rows), rows
+
+
 FEATURES = ("", ",causal,groups", ",window,sinks", ",mask,softcap,fp16", ",bias,dropout")
 TARGETS = [
     ("cuda", 80),

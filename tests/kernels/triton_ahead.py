@@ -5,10 +5,10 @@
 
 Runs in a process of its own, without the interpreter: a stand-in driver names the target, and launches only compile. A
 call is a head dim and features: causal, window, mask, bias, dropout, softcap, sinks, groups, few (rows), decode (fewer;
-keys split or, with single, not), wide and many (heads enough for the wide forward's two configs), fp16. A line holds
-the kernel's shared memory and binary size in bytes, registers, spilled bytes per thread, and how often the listing has
-some instructions. TRITON_CACHE_DIR says where finished kernels are kept, so that an interrupted table goes on where it
-was.
+keys split or, with single, not), wide and many (heads enough for the wide forward's two configs), fp16; or qkv, for
+what stands before attention, and across, complex, halves. A line holds the kernel's shared memory and binary size in
+bytes, registers, spilled bytes per thread, and how often the listing has some instructions. TRITON_CACHE_DIR says where
+finished kernels are kept, so that an interrupted table goes on where it was.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from ffpa_hf.kernels.common import AttentionInputs
-from ffpa_hf.kernels.triton import configs, launch
+from ffpa_hf.kernels.triton import configs, launch, qkv_kernels
 from ffpa_hf.masks import RowIntervals
 
 LENGTH = 1000  # no multiple of a tile
@@ -129,6 +129,7 @@ def watch() -> None:
         (launch, ("attention_forward", "forward_scores", "forward_product", "decode_split", "decode_combine")),
         (launch.device, ("row_delta", "backward_scores", "gradient_query", "gradient_key", "gradient_bias")),
         (launch.fused, ("key_reach", "gradient_key_value")),
+        (qkv_kernels, ("place_stream",)),
     ):
         for name in names:
             setattr(holder, name, Compiled(name, getattr(holder, name)))
@@ -161,6 +162,20 @@ def inputs_of(head_dim: int, features: set[str]) -> AttentionInputs:
     return inputs
 
 
+def place_streams(head_dim: int, features: set[str]) -> None:
+    """Two streams into one buffer, the second with a rotary table: real, or complex with "complex"."""
+    dtype = torch.float16 if "fp16" in features else torch.bfloat16
+    heads, across = 24, "across" in features
+    streams = [torch.empty(1, rows, heads, head_dim, dtype=dtype) for rows in (77, LENGTH)]
+    weights = [torch.empty(heads * head_dim if across else head_dim, dtype=dtype) for _ in streams]
+    table = torch.empty(1, LENGTH, head_dim // 2, 2)
+    if "complex" in features:
+        table = table[..., :1].expand(-1, -1, -1, 2)
+    qkv_kernels.join_streams(
+        streams, weights, [1e-6] * 2, [None, table], [None, table], across, "halves" not in features
+    )
+
+
 def compile_for(backend: str, arch: str, *calls: str) -> None:
     """Print the kernels of `calls` for one target. The target stays set for the whole process."""
     warp = 64 if arch.startswith("gfx9") else 32
@@ -171,6 +186,9 @@ def compile_for(backend: str, arch: str, *calls: str) -> None:
     watch()
     for call in calls:
         head_dim, *features = call.split(",")
+        if "qkv" in features:
+            place_streams(int(head_dim), set(features))
+            continue
         inputs = inputs_of(int(head_dim), set(features))
         processors = 1 if "single" in features else 132
         launch._processors = lambda where, count=processors: count
