@@ -12,7 +12,7 @@ CPU_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 PYTEST_CPU := $(CPU_ENV) $(BIN)/python -m pytest -n $(WORKERS) --timeout 600 -q
 
 .DEFAULT_GOAL := help
-.PHONY: help install test test-slow test-transformers sweep lint format demo notebooks test-gpu bench clean
+.PHONY: help install test test-slow test-transformers test-quantised sweep lint format demo notebooks test-gpu bench clean
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 20
@@ -39,6 +39,11 @@ test-transformers: $(STAMP) ## the transformers tests against TRANSFORMERS=5.17.
 	test -e .overlay/$(TRANSFORMERS)/.complete || { $(BIN)/python -m pip install -q --disable-pip-version-check \
 		--target .overlay/$(TRANSFORMERS) transformers==$(TRANSFORMERS) && touch .overlay/$(TRANSFORMERS)/.complete; }
 	PYTHONPATH=$(CURDIR)/.overlay/$(TRANSFORMERS) $(PYTEST_CPU) -m "not slow" tests/patches tests/test_demo.py $(ARGS)
+
+test-quantised: $(STAMP) ## diffusers models with torchao and bitsandbytes layers, laid over the environment
+	test -e .overlay/quantised/.complete || { $(BIN)/python -m pip install -q --disable-pip-version-check --no-deps \
+		--target .overlay/quantised torchao bitsandbytes && touch .overlay/quantised/.complete; }
+	PYTHONPATH=$(CURDIR)/.overlay/quantised $(PYTEST_CPU) -m quantised tests/processors/test_quantised.py $(ARGS)
 
 sweep: $(STAMP) ## every model class of the installed diffusers; renews docs/diffusers-models.json and its table
 	$(CPU_ENV) $(BIN)/python -W ignore tests/processors/sweep.py $(ARGS)

@@ -22,14 +22,16 @@ from ffpa_hf.report import reset  # noqa: E402
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA GPU; deselected where there is none")
     config.addinivalue_line("markers", "slow: a large grid, run by `make test-slow`")
+    config.addinivalue_line("markers", "quantised: needs torchao and bitsandbytes; run by `make test-quantised`")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if HAS_GPU:
-        return
-    gone = [item for item in items if item.get_closest_marker("gpu")]
+    unwanted = set() if HAS_GPU else {"gpu"}
+    if "quantised" not in config.option.markexpr:  # asked for by name, where its packages are
+        unwanted.add("quantised")
+    gone = [item for item in items if any(item.get_closest_marker(mark) for mark in unwanted)]
     if gone:
-        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+        items[:] = [item for item in items if not any(item.get_closest_marker(mark) for mark in unwanted)]
         config.hook.pytest_deselected(items=gone)
 
 

@@ -473,6 +473,9 @@ def on_set_processor(module: Module, processor: Any, original: Callable[[Module,
 
 def on_set_attention_slice(module: Module, original: Callable[[], None]) -> None:
     """`set_attention_slice`: slicing bounds the memory of a written-out softmax; ours stays and has none to bound."""
+    slot = slot_of(module)
+    if slot is not None and slot.in_place and slot.inner is module.processor:
+        return  # an adapter's weights live on the processor, which slicing would replace
     owner = module.processor if is_ours(module.processor) else None
     original()
     if owner is not None and not is_ours(module.processor):

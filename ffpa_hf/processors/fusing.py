@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ffpa_hf.processors import capture
 
@@ -30,6 +30,11 @@ class _Before:
     layers: frozenset[str]
 
 
+def is_plain(layer: Any) -> bool:
+    """A linear layer that is its weight and bias and nothing else; torchao keeps the class and changes the weight."""
+    return type(layer) is nn.Linear and type(layer.weight) in (nn.Parameter, Tensor)
+
+
 def why_not(module: Any) -> str | None:
     """The reason why the projections of one attention module must stay apart, or None."""
     if isinstance(getattr(module, "processor", None), nn.Module):
@@ -38,9 +43,9 @@ def why_not(module: Any) -> str | None:
         layer = getattr(module, name, None)
         if layer is None:
             continue
-        if type(layer) is not nn.Linear:
-            kind = f"{type(layer).__module__}.{type(layer).__name__}"
-            return f"{name} is a {kind}, whose own work (LoRA, quantisation) the fused weights would leave out"
+        if not is_plain(layer):
+            kind = type(layer if type(layer) is not nn.Linear else layer.weight).__qualname__
+            return f"{name} is made of a {kind}, whose own work (LoRA, quantisation) the fused weights would leave out"
         if not layer.weight.is_floating_point() or layer.weight.element_size() < 2:
             return f"{name} is stored as {layer.weight.dtype}; fuse before casting"
     return None
@@ -53,9 +58,7 @@ def stale(model: nn.Module) -> list[str]:
         for name, module in model.named_modules()
         if any(isinstance(getattr(module, layer, None), nn.Module) for layer in _FUSED_LAYERS)
         and getattr(module, "fused_projections", False)
-        and any(
-            type(layer) is not nn.Linear for part in _SEPARATE if (layer := getattr(module, part, None)) is not None
-        )
+        and any(not is_plain(layer) for part in _SEPARATE if (layer := getattr(module, part, None)) is not None)
     ]
 
 

@@ -147,7 +147,10 @@ def _careful_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
         if not any(capture.slot_of(module) for module in self.modules()):
             return result
         if changed := fusing.stale(self):
-            self.delete_adapters([name for name in self.peft_config if name not in before])
+            if before:
+                self.delete_adapters([name for name in self.peft_config if name not in before])
+            else:
+                self.unload_lora()
             raise ValueError(
                 f"the adapter changes projections that are fused, such as those of {changed[0]!r}: it would have no "
                 "effect there. Call unfuse_qkv_projections() (after enable(fuse_qkv=True): ffpa_hf.disable) first."

@@ -22,10 +22,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "processors"))
 import diffusers_models as tiny  # noqa: E402
 import sweep  # noqa: E402
 import tiny_pipeline  # noqa: E402
+from diffusers.models.attention_processor import Attention  # noqa: E402
 from torch._dynamo.testing import CompileCounter  # noqa: E402
 
 import ffpa_hf  # noqa: E402
 from ffpa_hf import CUDABackend, FFPAAttnProcessor, TritonBackend  # noqa: E402
+from ffpa_hf.dispatch import Route  # noqa: E402
 from ffpa_hf.processors import capture, precision, redirect  # noqa: E402
 
 TOLERANCE = 1e-5
@@ -181,20 +183,19 @@ def test_inline_attention_is_quantised_where_the_model_itself_is_asked(quantised
     assert names_of(model, quantised) == {"decoder.mid_block.attentions.0"}
 
 
-def test_one_flip_means_one_more_graph(monkeypatch):
+def test_one_flip_means_one_more_graph():
     """The step counter must not be a number that torch.compile guards on."""
-    monkeypatch.setattr(precision, "BUILT", frozenset({"fp8"}))
-    model, inputs = tiny.make("sd3")
-    ffpa_hf.enable(model, precision="fp8")
-    owner = next(iter(model.attn_processors.values()))
-    owner.steps = precision.Steps(skip=2)
+    attention = Attention(16, heads=2, dim_head=8)
+    steps = precision.Steps(skip=2)
+    fp8 = Route(forward_backend=CUDABackend(enable_fp8=True))
+    attention.set_processor(precision.QuantisedProcessor(Route("sdpa"), fp8, steps))
     torch._dynamo.reset()
     counter = CompileCounter()
-    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    compiled, hidden = torch.compile(attention, backend=counter, fullgraph=True), torch.randn(1, 5, 16)
     with torch.no_grad():
         for _ in range(6):
-            compiled(**inputs)
-            owner.steps.step()
+            compiled(hidden)
+            steps.step()
     assert counter.frame_count == 2
 
 

@@ -383,27 +383,28 @@ def test_importing_ffpa_hf_does_not_import_diffusers():
 # --- context parallelism ----------------------------------------------------------------------------------------------
 
 
-def test_context_parallel_flux_equals_the_whole_model(tmp_path):
-    """Ring and Ulysses, forward and backward, two processes; see the script."""
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_context_parallel_models_equal_the_whole_model(world, tmp_path):
+    """Ring and Ulysses, with four processes both at once; forward and backward; see the script."""
     script = Path(__file__).with_name("context_parallel_script.py")
     path = os.pathsep.join([str(script.parents[2]), *sys.path])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-W", "ignore", script, str(rank), tmp_path / "meet"],
+            [sys.executable, "-W", "ignore", script, str(rank), str(world), tmp_path / "meet"],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for rank in range(2)
+        for rank in range(world)
     ]
     try:
-        outputs = [process.communicate(timeout=200)[0] for process in ranks]
+        outputs = [process.communicate(timeout=400)[0] for process in ranks]
     finally:
         for process in ranks:
             process.kill()
-    assert [process.returncode for process in ranks] == [0, 0], "\n".join(outputs)
+    assert [process.returncode for process in ranks] == [0] * world, "\n".join(outputs)
 
 
 def test_ring_refuses_what_it_would_get_wrong():
