@@ -403,10 +403,10 @@ def test_the_report_speaks_of_every_attention_module_before_and_after_a_call(pip
     }
     ffpa_hf.enable(pipe, vae=False)
     assert states() == {
-        "unet": {"accelerated (F.sdpa), not called yet"},
+        "unet": {"accelerated (native), not called yet"},
         "vae": {"not accelerated: AttnProcessor2_0 was not replaced"},
     }
-    assert "(F.sdpa), not called yet: " in str(ffpa_hf.report(pipe))
+    assert "(native), not called yet: " in str(ffpa_hf.report(pipe))
     tiny_pipeline.generate(pipe)
     assert set(states()) == {"vae"}
     assert "was not replaced: 2 modules, from vae." in str(ffpa_hf.report(pipe))
