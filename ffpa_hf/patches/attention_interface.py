@@ -81,7 +81,7 @@ def ffpa_mask(
 
 
 #: Model types that dispatch (or share a file with models that do) and still compute with an additive mask.
-_ADDITIVE = frozenset({"deepseek_v4", "git"})
+_ADDITIVE = frozenset({"blip_text_model", "deepseek_v4", "git"})
 
 _Form = Literal["intervals", "float", "bool"]
 

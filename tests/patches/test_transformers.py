@@ -7,10 +7,14 @@ import copy
 import pytest
 import tiny_transformers as tiny
 import torch
+import torch._dynamo.testing
 import transformers
+from transformers.generation import CompileConfig
 
 import ffpa_hf
 from ffpa_hf import ffpa_attn_func
+from ffpa_hf.masks import RowIntervals
+from ffpa_hf.patches import attention_interface
 
 FAMILIES = list(tiny.CLASSES)
 PADDINGS = ["none", "left", "right", "holes"]
@@ -159,6 +163,26 @@ def test_gradient_checkpointing_changes_nothing(family, reentrant, models):
     check(checkpointed, models(family, "eager"), tiny.batch("left"), use_cache=False)
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_keep_the_intervals(reentrant, monkeypatch):
+    """Saved, packed by hooks and recomputed, a mask is still intervals when its attention runs again."""
+    seen = []
+    attend = attention_interface.attend
+
+    def spy(*arguments, attn_mask, **options):
+        seen.append(type(attn_mask))
+        return attend(*arguments, attn_mask=attn_mask, **options)
+
+    monkeypatch.setattr(attention_interface, "attend", spy)
+    model = tiny.model("mistral", "ffpa").train()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    with torch.autograd.graph.save_on_cpu():
+        loss = model(**tiny.batch("left"), use_cache=False).logits.sum()
+    loss.backward()
+    assert seen == [RowIntervals] * 4  # two layers, forward and again
+
+
 def test_reentrant_checkpointing_with_shared_keys_warns(models):
     model = tiny.model("gemma4_shared", "ffpa")
     model.gradient_checkpointing_enable({"use_reentrant": True})
@@ -227,6 +251,19 @@ def test_other_ways_to_generate(family, options, models):
         for model in (models(family, "eager"), models(family, "ffpa"))
     )
     assert torch.equal(ours, wanted)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma4"])
+def test_compiled_decoding_with_a_static_cache(family, models):
+    """The decode step in one graph, as generate compiles it on a GPU; a sliding cache that fills up costs a second."""
+    wanted = tokens_of(models(family, "eager"), cache_implementation="static", disable_compile=True)
+    compiling = CompileConfig(backend="eager", mode=None, fullgraph=True)
+    compiling._compile_all_devices = True  # generate leaves a CPU out otherwise
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    ours = tokens_of(tiny.model(family, "ffpa"), cache_implementation="static", compile_config=compiling)
+    assert torch.equal(ours, wanted)
+    assert 1 <= torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
 
 
 @pytest.mark.parametrize("keep", [1, 3, 0])

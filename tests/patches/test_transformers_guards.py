@@ -17,6 +17,7 @@ import torch
 import transformers
 from transformers import masking_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+from transformers_structure import structure
 
 import ffpa_hf
 from ffpa_hf.patches import attention_classes, attention_interface
@@ -33,10 +34,9 @@ def _fresh_warnings():
 
 # --- who gets which mask ----------------------------------------------------------------------------------------------
 
-#: Models of 5.24 that build masks and then compute with them outside transformers' attention interface.
-OUTSIDE = """autoformer bark big_bird bloom canine clvp convbert dab_detr falcon flava gpt_neo gpt_neox_japanese
-groupvit ibert led longformer luke megatron_bert mpnet mpt mvp nystromformer omdet_turbo rembert roformer speecht5
-squeezebert superglue table_transformer tapas trocr tvp visual_bert vits xglm""".split()
+#: Models that hand the config of a part that dispatches to the masks they build.
+COMPOSED = {"gemma4_assistant", "gemma4_unified_assistant", "paligemma", "pi0"}
+OUTSIDE = [path.partition(".")[0] for path in structure()["build masks but never dispatch"] if "blip_text" not in path]
 
 
 def _config_class(model):
@@ -46,7 +46,7 @@ def _config_class(model):
     return next((c for c in configs if c.model_type == model), configs[0])
 
 
-@pytest.mark.parametrize("model", [*OUTSIDE, "git", "deepseek_v4"])
+@pytest.mark.parametrize("model", sorted({*OUTSIDE, "git", "deepseek_v4"} - COMPOSED))
 def test_models_that_compute_with_their_mask_get_an_additive_one(model):
     importlib.import_module(f"transformers.models.{model}.modeling_{model}")
     config_class = _config_class(model)
@@ -98,6 +98,21 @@ def test_tables_of_attention_classes_know_the_name_while_it_is_registered(path):
     finally:
         ffpa_hf.register()
     assert "ffpa" in classes
+
+
+def test_a_part_outside_the_interface_beside_parts_that_use_it():
+    """BLIP's text model computes its attention itself, its vision model does not."""
+    module = importlib.import_module("transformers.models.blip.modeling_blip_text")
+    options = {"encoder_hidden_size": 32, "projection_dim": 16, "intermediate_size": 32, "num_attention_heads": 4}
+    config = transformers.BlipTextConfig(
+        vocab_size=tiny.VOCAB, hidden_size=32, num_hidden_layers=2, max_position_embeddings=32, **options
+    )
+    inputs, out = tiny.batch("right"), {}
+    for implementation in ("ffpa", "eager"):
+        torch.manual_seed(0)
+        model = module.BlipTextModel._from_config(config, attn_implementation=implementation).eval()
+        out[implementation] = model(**inputs).last_hidden_state[inputs["attention_mask"].bool()]
+    assert torch.equal(out["ffpa"], out["eager"])
 
 
 def test_the_audio_tower_of_gemma4_gets_the_mask_it_can_read():

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import importlib
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import tiny_transformers as tiny
@@ -16,6 +19,7 @@ from transformers import masking_utils
 import ffpa_hf
 from ffpa_hf import settings
 from ffpa_hf.dispatch import Route
+from ffpa_hf.masks import RowIntervals
 from ffpa_hf.patches import attention_interface, interval_mask, mask_recognition
 from ffpa_hf.patches import transformers as patch
 from ffpa_hf.patches.attention_interface import ffpa_attention_forward, ffpa_mask
@@ -572,6 +576,59 @@ def test_interval_masks_survive_accelerate():
     assert isinstance(moved, interval_mask.IntervalMask)
     meta = accelerate.utils.send_to_device(mask, "meta")
     assert isinstance(meta, interval_mask.IntervalMask) and meta.device.type == "meta"
+
+
+def _intervals_seen(monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        attention_interface,
+        "attend",
+        lambda *a, attn_mask, _attend=attention_interface.attend, **kw: (
+            seen.append((type(attn_mask), attn_mask.device.type)) or _attend(*a, attn_mask=attn_mask, **kw)
+        ),
+    )
+    return seen
+
+
+@pytest.mark.parametrize("way", ["cpu offload", "align device hooks", "dispatched"])
+def test_masks_reach_layers_that_accelerate_hooks(way, monkeypatch):
+    accelerate = pytest.importorskip("accelerate")
+    model, inputs = tiny.model("mistral", "ffpa"), tiny.batch("left")
+    wanted = model(**inputs).logits
+    if way == "cpu offload":
+        model = accelerate.cpu_offload(model, execution_device="cpu")
+    elif way == "align device hooks":
+        for layer in model.model.layers:
+            hook = accelerate.hooks.AlignDevicesHook(execution_device="cpu", io_same_device=True, offload=True)
+            accelerate.hooks.add_hook_to_module(layer, hook)
+    else:
+        model = accelerate.dispatch_model(model, device_map={"": "cpu"}, force_hooks=True)
+    seen = _intervals_seen(monkeypatch)
+    assert torch.equal(model(**inputs).logits, wanted)
+    assert seen == [(RowIntervals, "cpu")] * 2
+
+
+def test_sharded_data_parallel_training_is_that_of_one_process(tmp_path):
+    """FSDP2 over two processes: masks pass its hooks and its casts of the inputs as intervals."""
+    script = Path(__file__).parent / "fsdp_script.py"
+    ranks = [
+        subprocess.Popen([sys.executable, str(script), str(rank), str(tmp_path / "rendezvous")], stderr=subprocess.PIPE)
+        for rank in (0, 1)
+    ]
+    for rank in ranks:
+        _, errors = rank.communicate(timeout=500)
+        assert rank.returncode == 0, errors.decode()[-2000:]
+
+
+def test_one_tensor_as_key_and_value_learns_from_both():
+    """deepseek_v4 hands over the same tensor twice."""
+    query, shared, _ = tensors(kv_heads=1)
+    shared.requires_grad_()
+    out = attention(query, shared, shared, causal_mask())
+    wanted = expected(query, shared, shared.clone(), lower())
+    torch.testing.assert_close(out, wanted)
+    grads = [torch.autograd.grad(each.square().sum(), shared)[0] for each in (out, wanted)]
+    torch.testing.assert_close(*grads)
 
 
 def test_lora_trains_through_ours():
