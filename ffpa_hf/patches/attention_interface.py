@@ -444,7 +444,7 @@ def _refuse_and_warn(module: Module, kwargs: dict[str, Any]) -> None:
         )
     if kwargs.get("head_mask") is not None:
         raise NotImplementedError(f'"{NAME}" takes no head_mask; use attn_implementation="eager".')
-    if kwargs.get("output_attentions"):
+    if kwargs.get("output_attentions") or _collects_weights():
         _warn_once(
             "output_attentions",
             f'attn_implementation="{NAME}" has no attention weights to return: output_attentions=True records none. '
@@ -458,6 +458,16 @@ def _refuse_and_warn(module: Module, kwargs: dict[str, Any]) -> None:
                 "is reentrant gradient checkpointing, gradients through the shared keys and values are lost (with "
                 'every attn_implementation): use gradient_checkpointing_kwargs={"use_reentrant": False}.',
             )
+
+
+def _collects_weights() -> bool:
+    """Whether transformers is collecting attention weights right now; some models do not tell their attention so."""
+    if torch.compiler.is_compiling():
+        return False
+    capturing = sys.modules.get("transformers.utils.output_capturing")
+    collector = getattr(capturing, "_active_collector", None)
+    collected = None if collector is None else collector.get()
+    return bool(collected) and any(name.endswith("attentions") for name in collected)
 
 
 _warned: set[str] = set()

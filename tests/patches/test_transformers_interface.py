@@ -306,6 +306,19 @@ def test_asking_for_weights_warns_once():
         attention(*tensors(), causal_mask(), output_attentions=True)
 
 
+@pytest.mark.parametrize("class_name", ["LlamaForCausalLM", "GPT2LMHeadModel"])
+def test_whole_models_warn_when_asked_for_weights(class_name):
+    model_class = getattr(transformers, class_name)  # GPT-2 does not hand the wish to its attention
+    config = model_class.config_class(**SMALL, intermediate_size=24, n_embd=16, n_layer=1, n_head=2)
+    model = model_class._from_config(config, attn_implementation="ffpa").eval()
+    with pytest.warns(UserWarning, match="records none"):
+        assert not model(torch.ones(1, 4, dtype=torch.long), output_attentions=True).attentions
+    attention_interface._warned.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        model(torch.ones(1, 4, dtype=torch.long))
+
+
 # --- other architectures ----------------------------------------------------------------------------------------------
 
 
