@@ -12,7 +12,7 @@ CPU_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 PYTEST_CPU := $(CPU_ENV) $(BIN)/python -m pytest -n $(WORKERS) --timeout 600 -q
 
 .DEFAULT_GOAL := help
-.PHONY: help install test test-slow test-transformers test-quantised sweep lint format demo notebooks test-gpu bench clean
+.PHONY: help install test test-slow test-transformers sweep-transformers test-quantised sweep lint format demo notebooks test-gpu bench clean
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 20
@@ -35,10 +35,16 @@ test-slow: $(STAMP) ## the large grids, every example and notebook; installs TRL
 
 # The same environment with another transformers, and what that needs, laid over it.
 TRANSFORMERS ?= 5.17.0
-test-transformers: $(STAMP) ## the transformers tests against TRANSFORMERS=5.17.0 (or another release)
-	test -e .overlay/$(TRANSFORMERS)/.complete || { $(BIN)/python -m pip install -q --disable-pip-version-check \
-		--target .overlay/$(TRANSFORMERS) transformers==$(TRANSFORMERS) && touch .overlay/$(TRANSFORMERS)/.complete; }
-	PYTHONPATH=$(CURDIR)/.overlay/$(TRANSFORMERS) $(PYTEST_CPU) -m "not slow" tests/patches tests/test_demo.py $(ARGS)
+OVERLAY := .overlay/$(TRANSFORMERS)
+$(OVERLAY)/.complete: | $(STAMP)
+	$(BIN)/python -m pip install -q --disable-pip-version-check --target $(OVERLAY) transformers==$(TRANSFORMERS)
+	@touch $@
+
+test-transformers: $(OVERLAY)/.complete ## the transformers tests against TRANSFORMERS=5.17.0 (or another release)
+	PYTHONPATH=$(CURDIR)/$(OVERLAY) $(PYTEST_CPU) -m "not slow" tests/patches tests/test_demo.py $(ARGS)
+
+sweep-transformers: $(OVERLAY)/.complete ## 45 families on TRANSFORMERS=..., and what changed since the recorded releases
+	$(CPU_ENV) PYTHONPATH=$(CURDIR)/$(OVERLAY) $(BIN)/python scripts/transformers_sweep.py $(ARGS)
 
 test-quantised: $(STAMP) ## diffusers models with torchao and bitsandbytes layers, laid over the environment
 	test -e .overlay/quantised/.complete || { $(BIN)/python -m pip install -q --disable-pip-version-check --no-deps \
