@@ -12,7 +12,7 @@ CPU_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 PYTEST_CPU := $(CPU_ENV) $(BIN)/python -m pytest -n $(WORKERS) --timeout 600 -q
 
 .DEFAULT_GOAL := help
-.PHONY: help install test test-slow test-transformers sweep-transformers test-quantised sweep lint format demo notebooks test-gpu bench clean
+.PHONY: help install test test-slow compile-table test-transformers sweep-transformers test-quantised sweep lint format demo notebooks test-gpu bench clean
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 20
@@ -32,6 +32,9 @@ test: $(STAMP) ## the whole suite on the CPU, Triton kernels in Triton's interpr
 test-slow: $(STAMP) ## the large grids, every example and notebook; installs TRL and Jupyter first
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev,trl,notebooks]'
 	$(PYTEST_CPU) -m slow $(ARGS)
+
+compile-table: $(STAMP) ## every Triton kernel for every kind of GPU, ahead of time: the table of docs/kernels.md
+	PYTHONPATH=$(CURDIR) $(CPU_ENV) $(BIN)/python tests/kernels/triton_ahead.py table
 
 # The same environment with another transformers, and what that needs, laid over it.
 TRANSFORMERS ?= 5.17.0

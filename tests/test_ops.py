@@ -10,6 +10,7 @@ import pytest
 import torch
 from oracle import DEVICE, HAS_GPU, KERNELS, Served, assert_close, truth
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ffpa_hf
 from ffpa_hf import CUDABackend, CuTeDSLBackend, RowIntervals, SDPABackend, TritonBackend, ops
@@ -183,6 +184,76 @@ def test_without_a_gradient_the_autograd_wrapper_is_skipped(backend: Served):
     assert backend(**tensors).grad_fn is None
     tensors["query"].requires_grad_()
     assert "flash_attn_forward" in type(backend(**tensors).grad_fn).__name__
+
+
+class Watch(TorchDispatchMode):
+    """Every operator that passes the dispatcher."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.seen.append(operator)
+        return operator(*args, **(kwargs or {}))
+
+
+class Subclass(Tensor):
+    pass
+
+
+@every_kernel
+@pytest.mark.parametrize("mask", [None, "bias"])
+def test_a_call_gives_the_same_bits_whether_watched_or_not(backend: Served, mask):
+    tensors = backend.qkv(1, 2, 6, 9)
+    if mask is not None:
+        tensors["attn_mask"] = backend.randn(1, 1, 6, 9)
+    leaves = [tensor.requires_grad_() for tensor in tensors.values()]
+
+    def run():
+        with torch.no_grad():
+            free = backend(**tensors)
+        out, lse = backend(**tensors, return_lse=True)
+        return [free, out, lse, *torch.autograd.grad((out, lse), leaves, (torch.ones_like(out), torch.ones_like(lse)))]
+
+    alone = run()
+    with Watch() as watch:
+        watched = run()
+    assert watch.seen.count(FORWARD) == 2 and watch.seen.count(BACKWARD) == 1
+    assert all(torch.equal(one, other) for one, other in zip(alone, watched, strict=True))
+
+
+@every_kernel
+def test_a_profiler_sees_the_operators(backend: Served):
+    tensors = [tensor.requires_grad_() for tensor in backend.qkv().values()]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as watched:
+        backend(*tensors).sum().backward()
+    names = {event.key for event in watched.key_averages()}
+    assert {"ffpa::flash_attn_forward", "ffpa::flash_attn_backward"} <= names
+
+
+def test_the_dispatcher_is_left_out_only_where_nobody_watches():
+    tensor = torch.zeros(2)
+    answers = []
+
+    def ask(given: Tensor) -> Tensor:
+        answers.append(ops._unwatched((tensor, None, given)))
+        return given + 1
+
+    ask(tensor)
+    ask(torch.nn.Parameter(tensor))
+    assert answers == [True, True]
+    ask(tensor.as_subclass(Subclass))
+    with Watch():
+        ask(tensor)
+    with torch.device("cpu"):  # a function mode
+        ask(tensor)
+    torch.vmap(ask)(tensor)
+    torch.func.grad(lambda given: ask(given).sum())(tensor)
+    torch.jit.trace(ask, (tensor,), check_trace=False)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        ask(tensor)
+    assert answers == [True, True] + [False] * 7
 
 
 # --- strings that carry configs ---------------------------------------------------------------------------------------

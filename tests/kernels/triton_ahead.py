@@ -4,11 +4,12 @@
     python tests/kernels/triton_ahead.py table            # the whole grid for every target, as docs/kernels.md shows it
 
 Runs in a process of its own, without the interpreter: a stand-in driver names the target, and launches only compile. A
-call is a head dim and features: causal, window, mask, bias, dropout, softcap, sinks, groups, few (rows), decode (fewer;
-keys split or, with single, not), wide and many (heads enough for the wide forward's two configs), fp16; or qkv, for
-what stands before attention, and across, complex, halves. A line holds the kernel's shared memory and binary size in
-bytes, registers, spilled bytes per thread, and how often the listing has some instructions. TRITON_CACHE_DIR says where
-finished kernels are kept, so that an interrupted table goes on where it was.
+call is a head dim and features: causal, window, mask, bias, dropout, softcap, sinks, fp16; groups (of two heads),
+shared (one key head); few (rows), decode (fewer; keys split or, with single, not), one (row); wide and many (heads
+enough for the wide forward's two configs); or qkv, for what stands before attention, and across, complex, halves. A
+line holds the kernel's shared memory and binary size in bytes, registers, spilled bytes per thread, and how often the
+listing has some instructions. TRITON_CACHE_DIR says where finished kernels are kept, so that an interrupted table goes
+on where it was.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ TARGETS = (
     ("hip", "gfx942"), ("hip", "gfx1100"),
 )  # fmt: skip
 #: Head dims that reach every tile of the tables on some target (a test says so), and what is asked of each.
-HEAD_DIMS = (64, 72, 128, 136, 192, 256, 320, 384, 512, 1024)
+HEAD_DIMS = (64, 72, 128, 136, 160, 192, 256, 320, 384, 512, 520, 1024)
 FEATURES = (
     "", "causal,groups", "window,sinks", "mask,softcap,fp16", "bias,dropout", "few", "few,window,bias", "wide,causal",
     "many", "many,mask", "decode,groups", "decode,window,sinks,dropout,fp16", "decode,many,groups,mask,softcap",
-    "decode,single,bias",
+    "decode,single,bias", "decode,wide,shared", "decode,many,shared,one",
 )  # fmt: skip
 
 
@@ -138,9 +139,10 @@ def watch() -> None:
 def inputs_of(head_dim: int, features: set[str]) -> AttentionInputs:
     dtype = torch.float16 if "fp16" in features else torch.bfloat16
     heads = 32 if "many" in features else 16 if "wide" in features else 2
-    rows = FEW if "few" in features else DECODED if "decode" in features else LENGTH
+    rows = 1 if "one" in features else FEW if "few" in features else DECODED if "decode" in features else LENGTH
     query = torch.empty(1, heads, rows, head_dim, dtype=dtype)
-    key = torch.empty(1, heads // 2 if "groups" in features else heads, LENGTH, head_dim, dtype=dtype)
+    kv_heads = 1 if "shared" in features else heads // 2 if "groups" in features else heads
+    key = torch.empty(1, kv_heads, LENGTH, head_dim, dtype=dtype)
     inputs = AttentionInputs(query, key, torch.empty_like(key), scale=0.1, is_causal="causal" in features)
     if "window" in features:
         intervals = RowIntervals.sliding_window(rows, LENGTH, 100)
