@@ -6,9 +6,12 @@ import itertools
 
 import pytest
 import torch
-from oracle import DEVICE, Served, across, assert_close, truth
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from oracle import BACKENDS, DEVICE, HAS_GPU, Served, across, assert_close, assert_gradient_close, truth
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from ffpa_hf import ffpa_attn_func, ffpa_attn_varlen_func
+from ffpa_hf import RowIntervals, ffpa_attn_func, ffpa_attn_varlen_func
 
 #: (query lengths, key lengths)
 PACKS = {
@@ -51,13 +54,22 @@ def check(backend: Served, pack: str, heads: tuple[int, int] = (2, 2), *, return
         backend.randn(sum(lengths), count, 64).requires_grad_()
         for lengths, count in ((q_lengths, heads[0]), (k_lengths, heads[1]), (k_lengths, heads[1]))
     ]
+    check_pack(backend, q_lengths, k_lengths, tensors, return_lse=return_lse, **options)
+
+
+def check_pack(
+    backend: Served, q_lengths: list[int], k_lengths: list[int], tensors: list[torch.Tensor], *,
+    return_lse: bool, offsets_dtype: torch.dtype = torch.int32, **options,
+) -> None:  # fmt: skip
+    """Output, log-sum-exp and gradients of the leaves (query, key, value) are those of each sequence alone."""
+    heads = tensors[0].shape[1], tensors[1].shape[1]
     with backend.forced():
         result = ffpa_attn_varlen_func(
             *tensors,
-            offsets(q_lengths),
-            offsets(k_lengths),
-            max(q_lengths),
-            max(k_lengths),
+            offsets(q_lengths, offsets_dtype),
+            offsets(k_lengths, offsets_dtype),
+            max(q_lengths, default=0),
+            max(k_lengths, default=0),
             causal=options.get("causal", False),
             window_size=options.get("window", (-1, -1)),
             softmax_scale=options.get("scale"),
@@ -80,7 +92,7 @@ def check(backend: Served, pack: str, heads: tuple[int, int] = (2, 2), *, return
     found = torch.autograd.grad(outputs, tensors, seeds)
     gradients = torch.autograd.grad(wanted, exact, [seed.double() for seed in seeds])
     for name, gradient, exact_gradient in zip("qkv", found, gradients, strict=True):
-        assert_close(gradient, exact_gradient, backend.dtype, f"gradient of {name}")
+        assert_gradient_close(gradient, exact_gradient, backend.dtype, f"gradient of {name}")
 
 
 @across("pack", list(PACKS), quick=(1, 2))
@@ -209,3 +221,82 @@ def test_grouped_heads_can_be_forbidden():
 
 def test_one_key_head_broadcasts_even_then():
     assert ffpa_attn_varlen_func(**pack_arguments(4, 1), enable_gqa=False).shape == (8, 4, 64)
+
+
+# --- any pack ---------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def packs(draw, backend: Served):
+    """(query lengths, key lengths, leaves, options) of a legal call."""
+    count = draw(st.integers(1, 5))
+    lengths = st.lists(st.integers(0, 9), min_size=count, max_size=count)
+    q_lengths = draw(lengths)
+    k_lengths = q_lengths if draw(st.booleans()) else draw(lengths)
+    kv_heads, group, width = draw(st.integers(1, 2)), draw(st.integers(1, 3)), draw(st.sampled_from([64, 72]))
+    torch.manual_seed(draw(st.integers(0, 2**16)))
+    if k_lengths is q_lengths and group == 1 and draw(st.booleans()):  # slices of one fused projection
+        fused = backend.randn(sum(q_lengths), 3, kv_heads, width)
+        leaves = [part.detach().requires_grad_() for part in fused.unbind(1)]
+    else:
+        shapes = ((q_lengths, kv_heads * group), (k_lengths, kv_heads), (k_lengths, kv_heads))
+        leaves = [backend.randn(sum(rows), heads, width).requires_grad_() for rows, heads in shapes]
+    options = {
+        "causal": draw(st.booleans()),
+        "window": draw(st.sampled_from([(-1, -1), (-1, -1), (0, 0), (2, 0), (3, -1), (-1, 1), (1, 2)])),
+        "scale": draw(st.sampled_from([None, 0.3])),
+        "offsets_dtype": draw(st.sampled_from([torch.int32, torch.int64])),
+        "return_lse": draw(st.booleans()),
+    }
+    return q_lengths, k_lengths, leaves, options
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_any_pack_gives_each_sequence_alone(backend: Served):
+    few = backend.is_kernel and not HAS_GPU
+
+    @settings(
+        max_examples=6 if few else 60, deadline=None, derandomize=True, database=None,
+        suppress_health_check=[HealthCheck.too_slow],
+        phases=(Phase.generate,) if few else tuple(Phase),  # the interpreter is too slow to shrink by
+    )  # fmt: skip
+    @given(packs(backend))
+    def run(case):
+        q_lengths, k_lengths, leaves, options = case
+        check_pack(backend, q_lengths, k_lengths, leaves, **options)
+
+    run()
+
+
+def test_no_value_is_read_back_to_the_host():
+    arguments = pack_arguments(4, 2)
+    leaves = [arguments[name].requires_grad_() for name in ("q", "k")]
+
+    class NoReadBack(TorchDispatchMode):
+        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+            assert operator not in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+            return operator(*args, **(kwargs or {}))
+
+    with NoReadBack():
+        out = ffpa_attn_varlen_func(**arguments, causal=True, window_size=(2, 0), return_lse=True)[0]
+        torch.autograd.grad(out.sum(), leaves)
+
+
+def test_memory_of_the_mask_grows_with_the_length_alone():
+    """Neither the intervals nor what the backward is told of them is of T x T elements."""
+    rows, largest = 6000, 0
+
+    class Largest(TorchDispatchMode):
+        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+            nonlocal largest
+            result = operator(*args, **(kwargs or {}))
+            for tensor in result if isinstance(result, (tuple, list)) else [result]:
+                if isinstance(tensor, torch.Tensor):
+                    largest = max(largest, tensor.numel())
+            return result
+
+    cu = torch.arange(0, rows + 1, 500, dtype=torch.int32)
+    with Largest():
+        intervals = RowIntervals.packed(cu, cu, rows, causal=True)
+        intervals.query_ranges(rows)
+    assert 0 < largest <= rows * -(-rows // 64)  # a comparison of rows with blocks of 64 keys, in pieces
