@@ -56,6 +56,7 @@ def _writable(linear: Any, x: Tensor) -> bool:
         x.shape[0] == 1
         and not torch.compiler.is_compiling()
         and forward_ad._current_level < 0
+        and not torch._C._functorch.is_functorch_wrapped_tensor(x)
         and not torch.is_autocast_enabled(x.device.type)
         and _is_plain(linear, "torch.nn.modules.linear.Linear")
         and _fits(linear.weight, x)

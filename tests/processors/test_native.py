@@ -15,6 +15,8 @@ pytest.importorskip("diffusers")
 
 import diffusers  # noqa: E402
 import diffusers_models as tiny  # noqa: E402
+from diffusers.models import attention_processor as legacy  # noqa: E402
+from diffusers.models.transformers import transformer_flux  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 import ffpa_hf  # noqa: E402
@@ -245,7 +247,7 @@ def in_queries(attn: Any, tokens: int, *args: Any, **kwargs: Any) -> tuple[float
 def test_joint_attention_allocates_what_it_must(kernel, monkeypatch):
     """Projections of q and k (2), the joint q, k and v (3), attention's output (1), the two output projections (1)."""
     monkeypatch.setattr(redirect, "attend", lambda query, key, value, **_: value.clone())
-    attn = diffusers.models.transformers.transformer_flux.FluxAttention(
+    attn = transformer_flux.FluxAttention(
         64, heads=4, dim_head=16, added_kv_proj_dim=64, out_dim=64, context_pre_only=False, bias=True
     )
     image, text = torch.randn(1, 48, 64), torch.randn(1, 16, 64)
@@ -260,9 +262,7 @@ def test_joint_attention_allocates_what_it_must(kernel, monkeypatch):
 def test_single_stream_attention_reads_its_fused_projection(kernel, monkeypatch, served):
     """One projection (3), normalised q and k (2), attention's output (1): v and the result are views."""
     monkeypatch.setattr(redirect, "attend", lambda query, key, value, **_: value.clone())
-    attn = diffusers.models.transformers.transformer_flux.FluxAttention(
-        64, heads=4, dim_head=16, out_dim=64, pre_only=True, bias=True
-    )
+    attn = transformer_flux.FluxAttention(64, heads=4, dim_head=16, out_dim=64, pre_only=True, bias=True)
     attn.fuse_projections()
     rotary = tuple(torch.randn(64, 16) for _ in range(2))
     default, ours = in_queries(attn, 64, torch.randn(1, 64, 64), image_rotary_emb=rotary)
@@ -403,12 +403,12 @@ def test_fused_projections_in_either_order(name, first, served):
 
 def test_fused_sd3_attention_is_what_diffusers_computes(served):
     """Its fused processor leaves the norms out; so do we."""
-    attn = diffusers.models.attention_processor.Attention(
+    attn = legacy.Attention(
         query_dim=32, heads=2, dim_head=16, added_kv_proj_dim=32, context_pre_only=False, bias=True, qk_norm="rms_norm",
-        processor=diffusers.models.attention_processor.JointAttnProcessor2_0(),
+        processor=legacy.JointAttnProcessor2_0(),
     )  # fmt: skip
     attn.fuse_projections()
-    attn.set_processor(diffusers.models.attention_processor.FusedJointAttnProcessor2_0())
+    attn.set_processor(legacy.FusedJointAttnProcessor2_0())
     image, text = torch.randn(1, 6, 32), torch.randn(1, 3, 32)
     with torch.no_grad():
         expected = attn(image, encoder_hidden_states=text)
@@ -443,7 +443,7 @@ def test_a_changed_processor_goes_the_generic_way(monkeypatch, served):
 
 
 def test_a_subclass_goes_the_generic_way(served):
-    kind = diffusers.models.transformers.transformer_flux.FluxAttnProcessor
+    kind = transformer_flux.FluxAttnProcessor
 
     class Mine(kind):
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -459,7 +459,7 @@ def test_source_that_cannot_be_read_goes_the_generic_way(monkeypatch):
         raise OSError("could not get source code")
 
     monkeypatch.setattr(native.inspect, "getsource", unreadable)
-    kind = diffusers.models.transformers.transformer_flux.FluxAttnProcessor
+    kind = transformer_flux.FluxAttnProcessor
     assert native.fingerprint(kind, ()) is None and native.native_of.__wrapped__(kind) is None
 
 
@@ -483,9 +483,7 @@ def test_another_backend_of_diffusers_wins(served):
 
 @pytest.mark.parametrize("rotary", ["batched", "short", "list"])
 def test_rotary_tables_of_other_shapes(rotary, served):
-    attn = diffusers.models.transformers.transformer_flux.FluxAttention(
-        32, heads=2, dim_head=16, out_dim=32, pre_only=True
-    )
+    attn = transformer_flux.FluxAttention(32, heads=2, dim_head=16, out_dim=32, pre_only=True)
     x, tables = torch.randn(2, 6, 32), [torch.randn(6, 16) for _ in range(2)]
     if rotary == "batched":
         tables = [torch.randn(2, 6, 16) for _ in range(2)]
@@ -506,15 +504,42 @@ def test_rotary_tables_of_other_shapes(rotary, served):
 
 
 def test_forward_mode_derivatives_are_not_lost(kernel):
-    attn = diffusers.models.transformers.transformer_flux.FluxAttention(
-        32, heads=2, dim_head=16, out_dim=32, pre_only=True
-    )
+    attn = transformer_flux.FluxAttention(32, heads=2, dim_head=16, out_dim=32, pre_only=True)
     attn.set_processor(FFPAAttnProcessor(backend="sdpa"))
     x, tangent = torch.randn(1, 6, 32), torch.randn(1, 6, 32)
     with torch.no_grad(), torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         _, derivative = torch.func.jvp(attn, (x,), (tangent,))
         step = (attn(x + 1e-2 * tangent) - attn(x - 1e-2 * tangent)) / 2e-2
     assert derivative.abs().max() > 1e-2 and (derivative - step).abs().max() <= 1e-2 * derivative.abs().max()
+
+
+def test_a_batch_of_calls_by_vmap(served):
+    attn = transformer_flux.FluxAttention(
+        32, heads=2, dim_head=16, added_kv_proj_dim=32, out_dim=32, context_pre_only=False
+    )
+    attn.set_processor(FFPAAttnProcessor(backend="sdpa"))
+    images, text = torch.randn(3, 1, 6, 32), torch.randn(1, 4, 32)
+    with torch.no_grad():
+        batched = torch.func.vmap(lambda image: attn(image, text)[0])(images)
+        one_by_one = torch.stack([attn(image, text)[0] for image in images])
+    assert close(batched, one_by_one) and served.native == 4
+
+
+@pytest.mark.parametrize("shape", [(2, 5), (2, 1, 5), (8, 1, 5), (2, 9, 5)])
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_masks_of_unets_in_every_shape(shape, kind, served):
+    attn = legacy.Attention(
+        32, heads=4, dim_head=8, cross_attention_dim=20,
+        processor=legacy.AttnProcessor2_0(),
+    )  # fmt: skip
+    x, context = torch.randn(2, 9, 32), torch.randn(2, 5, 20)
+    mask = torch.rand(shape) > 0.3 if kind == "bool" else torch.randn(shape)
+    with torch.no_grad():
+        expected = attn(x, context, attention_mask=mask)
+        attn.set_processor(FFPAAttnProcessor())
+        result = attn(x, context, attention_mask=mask)
+    assert close(result, expected) and served.native == 1
+    assert served.attention[0]["attn_mask"].shape[1] == (4 if shape[0] == 8 else 1), "one mask was repeated for heads"
 
 
 def test_sites_and_routes_are_reported():
@@ -633,7 +658,7 @@ def test_a_block_whose_attention_is_not_ours_makes_its_own_mask(served):
         ffpa_hf.enable(model)
         for module in model.modules():
             if capture.holds_processor(module):
-                module.set_processor(diffusers.models.attention_processor.AttnProcessor2_0())
+                module.set_processor(legacy.AttnProcessor2_0())
         assert close(tiny.run(model, inputs), expected) and not served.attention
 
 
