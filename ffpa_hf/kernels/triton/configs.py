@@ -20,11 +20,12 @@ _MAX_SCORES = 128
 
 class Target(NamedTuple):
     """What kernels are built for: shared memory per block in bytes, whether tiles go through descriptors (TMA), and
-    whether the wide forward may run (on sm_100, Triton 3.6 and 3.7 cannot compile its scores kernel)."""
+    whether products go through tensor memory (sm_100), where Triton 3.6 and 3.7 cannot compile the wide forward's
+    scores and the fused backward takes more shared memory."""
 
     smem_limit: int
     tma: bool
-    wide: bool = True
+    tensor_memory: bool = False
 
 
 def target_for(capability: tuple[int, int] | None, is_rocm: bool = False) -> Target:
@@ -34,7 +35,7 @@ def target_for(capability: tuple[int, int] | None, is_rocm: bool = False) -> Tar
     if capability is None:
         return Target(SMEM_LIMITS[3], False)
     if capability[0] in (9, 10):
-        return Target(SMEM_LIMITS[3], True, wide=capability[0] != 10)
+        return Target(SMEM_LIMITS[3], True, tensor_memory=capability[0] == 10)
     return Target(SMEM_LIMITS[2] if capability in ((8, 0), (8, 7)) else SMEM_LIMITS[1], capability[0] > 8)
 
 

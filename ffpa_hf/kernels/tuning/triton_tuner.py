@@ -146,7 +146,7 @@ def _products_grid() -> Iterator[ProductConfig]:
 
 def _wides(bucket: Bucket, target: configs.Target, mode: Mode) -> Iterator[WideConfig]:
     """Two-kernel forwards; they need descriptors and pay where heads are wide or, in a full search, at any head dim."""
-    if not (target.tma and target.wide) or bucket.q_len <= 64 or (mode == "fast" and bucket.head_dim <= 256):
+    if not target.tma or target.tensor_memory or bucket.q_len <= 64 or (mode == "fast" and bucket.head_dim <= 256):
         return
     product = _PRODUCTS[0]
     for scores in _WIDE_SCORES if mode == "fast" else _scores_grid():
