@@ -22,7 +22,7 @@ def check_memory(rows, target):
 
 
 def test_hopper_kernels_use_its_matrix_units_and_descriptors():
-    rows = compiled("cuda", "90", "72,window,bias,softcap,sinks,dropout", "512,wide,causal,groups", "256,window,groups")
+    rows = compiled("cuda", "90", "72,window,bias,softcap,sinks,dropout", "512,wide,causal,groups", "128,window,groups")
     check_memory(rows, configs.target_for((9, 0)))
     names = {row["kernel"] for row in rows}
     assert names == {

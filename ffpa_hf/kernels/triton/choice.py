@@ -76,16 +76,10 @@ def _settle(name: _Name, device: torch.device) -> None:
         _settled[name] = found
 
 
-#: Head dim up to which the fused backward's tiles fit on sm_100: compiled there, they take 233 KB at 192
-_FUSED_IN_TENSOR_MEMORY = 128
-
-
 def by_rule(direction: Direction, problem: Problem, target: configs.Target) -> Tiles:
     """The tiles that `configs` chooses. Raises ValueError where none fit."""
     limits = target.smem_limit, problem.itemsize, target.tma, problem.busy
     if direction == "backward":
-        if target.tensor_memory and problem.head_dim > _FUSED_IN_TENSOR_MEMORY:
-            return configs.choose_materialised(problem.head_dim, *limits)
         return configs.choose_backward(problem.head_dim, *limits)
     group = problem.q_heads // max(1, problem.kv_heads)
     decode = configs.choose_decode(problem.head_dim, problem.q_len, group, *limits[:2])
@@ -95,7 +89,7 @@ def by_rule(direction: Direction, problem: Problem, target: configs.Target) -> T
     wide = None
     if not target.tensor_memory:
         wide = configs.choose_wide(problem.head_dim, lanes, *lengths, problem.workspace_mb, *limits)
-    return wide or configs.choose_forward(problem.head_dim, problem.q_len, *limits)
+    return wide or configs.choose_forward(problem.head_dim, problem.q_len, *limits, problem.mask == "intervals")
 
 
 _Name = tuple[str, configs.Target, Bucket, Mode | None]
