@@ -56,6 +56,16 @@ def join(streams: Sequence[Stream], *, across_heads: bool = False, interleaved: 
     return (ops.join_streams if serves else join_streams)(tensors, weights, eps, cos, sin, across_heads, interleaved)
 
 
+def runs_on(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the kernel may run on a device and takes this dtype, as far as that goes without a call."""
+    current = settings.current()
+    if dtype not in _DTYPES:
+        return False
+    if device.type == "cpu":  # the interpreter is for tests: nobody wants it in place of torch
+        return current.triton_interpret and current.force_no_sdpa_fallback and dtype != torch.bfloat16
+    return device.type == "cuda" and _qualified(device, current.allow_unqualified)
+
+
 def _check(stream: Stream, first: torch.Size, across_heads: bool) -> None:
     batch, length, heads, head_dim = stream.heads.shape
     if (batch, heads, head_dim) != (first[0], first[2], first[3]):
@@ -91,10 +101,7 @@ def _kernel_serves(streams: list[Tensor], factors: list[Tensor | None], across_h
         return False
     if not torch.compiler.is_compiling() and any(map(torch._C._functorch.is_functorch_wrapped_tensor, given)):
         return False
-    current = settings.current()
-    if device.type == "cpu":  # the interpreter is for tests: nobody wants it in place of torch
-        return current.triton_interpret and current.force_no_sdpa_fallback and dtype != torch.bfloat16
-    return device.type == "cuda" and _qualified(device, current.allow_unqualified)
+    return runs_on(device, dtype)
 
 
 @constant_under_compile

@@ -2,7 +2,8 @@
 
 Each takes its projections through `ffpa_hf.joint` (QK-norm, rotary embedding and placement in one pass), has V
 projected into its place, and returns views. `native_of` gives one only for a processor whose source is exactly what was
-rewritten; every other processor, and every call that a native one answers with NotImplemented, goes the generic way.
+rewritten; every other processor, and every call that a native one answers with NotImplemented, goes the generic way:
+also each call without the kernel (on the CPU, with a gradient), unless an N x N mask is saved.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from ffpa_hf.processors.projections import (
     complex_tables,
     ordinary,
     padding_intervals,
+    pays,
     real_tables,
     rows_of,
     stream,
@@ -64,7 +66,7 @@ def _flux(
 
     padded: the mask is known to be `[B, 1, N, N]`, True where both tokens are there (Chroma).
     """
-    if not ordinary(hidden_states, encoder_hidden_states):
+    if not ordinary(hidden_states, encoder_hidden_states) or not (padded or pays(attn, hidden_states)):
         return NotImplemented
     if (encoder_hidden_states is None) != (attn.added_kv_proj_dim is None):
         return NotImplemented
@@ -90,7 +92,7 @@ def _flux2_parallel(
     caller: Caller, attn: Any, hidden_states: Tensor, attention_mask: Any = None, image_rotary_emb: Any = None
 ) -> Any:
     """Flux 2's single-stream blocks: one projection for queries, keys, values and the feed-forward."""
-    if not ordinary(hidden_states):
+    if not ordinary(hidden_states) or not pays(attn, hidden_states):
         return NotImplemented
     tables = None
     if image_rotary_emb is not None:
@@ -120,7 +122,7 @@ def _qwen(
     """QwenImage: text before image, complex tables for each."""
     if encoder_hidden_states is None or attention_mask is not None:
         return NotImplemented
-    if not ordinary(hidden_states, encoder_hidden_states):
+    if not ordinary(hidden_states, encoder_hidden_states) or not pays(attn, hidden_states):
         return NotImplemented
     batch, image = hidden_states.shape[:2]
     text = encoder_hidden_states.shape[1]
@@ -157,6 +159,8 @@ def _sd3(
     """
     if not ordinary(hidden_states, encoder_hidden_states) or (fused and encoder_hidden_states is None):
         return NotImplemented
+    if not pays(attn, hidden_states):
+        return NotImplemented
     image = hidden_states.shape[1]
     sources = [_image(attn, hidden_states, fused=fused)]
     if encoder_hidden_states is not None:
@@ -184,7 +188,7 @@ def _hunyuan_video(
 
     pads: the mask `[B, Nt]` says which text tokens are there (HunyuanVideo 1.5); else it goes to attention as it is.
     """
-    if not ordinary(hidden_states, encoder_hidden_states):
+    if not ordinary(hidden_states, encoder_hidden_states) or not (pads or pays(attn, hidden_states)):
         return NotImplemented
     if pads and (attention_mask is None or attention_mask.dim() != 2 or encoder_hidden_states is None):
         return NotImplemented
@@ -224,7 +228,7 @@ def _wan(
     rotary_emb: Any = None,
 ) -> Any:
     """Wan: self or cross attention, the norm over all heads of a token; image-to-video attends to the image apart."""
-    if not ordinary(hidden_states, encoder_hidden_states):
+    if not ordinary(hidden_states, encoder_hidden_states) or not pays(attn, hidden_states):
         return NotImplemented
     tables = None
     if rotary_emb is not None:

@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.nn import Module
 
-from ffpa_hf.joint import Stream, join
+from ffpa_hf.joint import Stream, join, runs_on
 from ffpa_hf.masks import RowIntervals
 from ffpa_hf.processors.redirect import Caller, from_dispatch, run_for
 
@@ -211,6 +212,16 @@ def rows_of(tables: Tables | None, rows: slice) -> Tables | None:
 def ordinary(*tensors: Tensor | None) -> bool:
     """Plain dense tokens `[B, N, C]`, all of them; tensor subclasses (sharded, say) go the generic way."""
     return all(tensor is None or (type(tensor) is Tensor and tensor.dim() == 3) for tensor in tensors)
+
+
+def pays(attn: Module, x: Tensor) -> bool:
+    """Will the kernel do what stands between x and attention? Without it diffusers' own operations are as good.
+
+    A gradient keeps it off, and so does a device on which it is not qualified.
+    """
+    if not runs_on(x.device, x.dtype):
+        return False
+    return not torch.is_grad_enabled() or not (x.requires_grad or any(p.requires_grad for p in attn.parameters()))
 
 
 def padding_intervals(keep: Tensor) -> RowIntervals:

@@ -14,7 +14,6 @@ from diffusers.models.transformers import transformer_flux, transformer_wan  # n
 
 from ffpa_hf import FFPAAttnProcessor, joint  # noqa: E402
 from ffpa_hf.kernels.reference import join_streams  # noqa: E402
-from ffpa_hf.processors import capture  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda")
@@ -106,7 +105,7 @@ def test_a_gradient_goes_through_torch(launches):
     attn = attn.to(DEVICE).bfloat16()
     attn.set_processor(FFPAAttnProcessor())
     attn(**half(inputs, torch.bfloat16)).square().sum().backward()
-    assert not launches and capture.slot_of(attn).native is not None
+    assert not launches
     assert torch.isfinite(attn.norm_q.weight.grad).all() and attn.norm_q.weight.grad.abs().max() > 0
 
 

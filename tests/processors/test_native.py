@@ -86,6 +86,14 @@ def make(name: str) -> tuple[Any, dict[str, Any]]:
     return model.eval(), inputs
 
 
+@pytest.fixture(autouse=True)
+def pays(monkeypatch) -> Any:
+    """As where the kernel runs; on the CPU, and with a gradient, torch then does its part. Gives the real answer."""
+    real = native.pays
+    monkeypatch.setattr(native, "pays", lambda attn, x: True)
+    return real
+
+
 @pytest.fixture
 def served(monkeypatch) -> Iterator[SimpleNamespace]:
     """Counts calls: answered natively, sent on, and all of them as attention sees them."""
@@ -540,6 +548,29 @@ def test_masks_of_unets_in_every_shape(shape, kind, served):
         result = attn(x, context, attention_mask=mask)
     assert close(result, expected) and served.native == 1
     assert served.attention[0]["attn_mask"].shape[1] == (4 if shape[0] == 8 else 1), "one mask was repeated for heads"
+
+
+def test_without_the_kernel_the_generic_way_is_taken(monkeypatch, pays, served):
+    """diffusers' own operations are as good as ours in torch; only a mask of N x N is worth more."""
+    monkeypatch.setattr(native, "pays", pays)
+    for name, expected in (("flux", 0), ("wan", 0), ("sd3", 0), ("hunyuan_video15", 2), ("unet_sdxl", 16)):
+        served.native = 0
+        model, inputs = make(name)
+        model.set_attn_processor(FFPAAttnProcessor())
+        with torch.no_grad():
+            tiny.run(model, inputs)
+        assert served.native == expected, name
+
+
+def test_a_gradient_takes_the_generic_way(monkeypatch, pays):
+    monkeypatch.setattr(projections, "runs_on", lambda device, dtype: True)
+    attn = transformer_flux.FluxAttention(32, heads=2, dim_head=16, out_dim=32, pre_only=True)
+    x = torch.randn(1, 6, 32)
+    assert not pays(attn, x)
+    with torch.no_grad():
+        assert pays(attn, x)
+    attn.requires_grad_(False)
+    assert pays(attn, x) and not pays(attn, x.requires_grad_())
 
 
 def test_sites_and_routes_are_reported():
