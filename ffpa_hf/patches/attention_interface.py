@@ -402,7 +402,7 @@ def _weight_dtype(module: Module) -> torch.dtype | None:
 
 def _require_our_masks(module: Module) -> None:
     """Without a mask function under the same name transformers builds no masks at all: padding would be lost."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or "transformers.modeling_utils" not in sys.modules:  # then no model is calling
         return
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
