@@ -50,6 +50,25 @@ def test_every_head_dim_has_a_legal_tile_on_every_device(smem_limit, tma, busy):
         assert configs.is_legal(chosen, head_dim, smem_limit, 2, tma)
 
 
+def test_the_backward_scheme_goes_by_head_dim_and_features():
+    def scheme(head_dim, busy=False):
+        return type(configs.choose_backward(head_dim, 227 * KB, 2, True, busy))
+
+    assert scheme(64) is scheme(128) is configs.FusedBackwardConfig
+    assert scheme(192) is scheme(256) is scheme(512) is configs.BackwardConfig
+    assert scheme(64, busy=True) is configs.BackwardConfig, "the fused kernels know ranges only"
+
+
+def test_one_loop_over_the_keys_is_for_intervals_and_wide_heads_on_hopper():
+    def phased(head_dim, intervals, q_len=8192, tma=True, smem_limit=227 * KB, busy=False):
+        return configs.choose_forward(head_dim, q_len, smem_limit, 2, tma, busy, intervals).phased
+
+    assert not phased(256, True) and not phased(192, True)
+    assert phased(256, False) and phased(128, True) and phased(512, True)
+    assert phased(256, True, tma=False, smem_limit=99 * KB)
+    assert phased(256, True, busy=True) and phased(256, True, q_len=16), "measured plain and long"
+
+
 def test_a_tile_that_does_not_fit_is_not_legal():
     large = configs.ForwardConfig(128, 128, 0, 512, 8, 2)
     assert not configs.is_legal(large, 512, 227 * KB, 2, True)
