@@ -33,7 +33,7 @@ except ImportError:  # a Triton built for AMD alone; PDL is never set there
 def packed_tile(base, strides, i_h, o_q, col, BC: tl.constexpr, INT: tl.constexpr):
     """Pointers [BM, BC] to the columns from `col` on of row o_q of head i_h, both [BM]; strides as an `Operand`'s."""
     UNIT: tl.constexpr = 128 // base.dtype.element_ty.primitive_bitwidth
-    rows = i_h.to(INT) * (strides[1] * UNIT) + o_q.to(INT) * (strides[2] * UNIT)
+    rows = i_h.to(INT) * strides[1] * UNIT + o_q.to(INT) * strides[2] * UNIT
     return base + rows[:, None] + (col + tl.arange(0, BC))[None, :]
 
 
@@ -89,7 +89,7 @@ def decode_split(
 
     # q0 [BM, D0], q1 [BM, D1]
     UNIT: tl.constexpr = 128 // q.dtype.element_ty.primitive_bitwidth
-    q += i_b.to(INT) * (q_strides[0] * UNIT)
+    q += i_b.to(INT) * q_strides[0] * UNIT
     q0 = tl.load(packed_tile(q, q_strides, i_h, o_q, 0, D0, INT), mask=columns_of(there, 0, D, D0), other=0.0)
     acc0 = tl.zeros([BM, D0], tl.float32)
     if D1 > 0:
@@ -148,7 +148,7 @@ def decode_split(
         total = tl.where(empty, 1.0, l)
         factor /= total
         kind = out.dtype.element_ty
-        out += i_b.to(INT) * (out_strides[0] * UNIT)
+        out += i_b.to(INT) * out_strides[0] * UNIT
         target = packed_tile(out, out_strides, i_h, o_q, 0, D0, INT)
         tl.store(target, (acc0 * factor[:, None]).to(kind), mask=columns_of(there, 0, D, D0))
         if D1 > 0:
@@ -194,8 +194,8 @@ def decode_combine(
     total = tl.where(empty, 1.0, l)
     lane = row // n_q
     UNIT: tl.constexpr = 128 // out.dtype.element_ty.primitive_bitwidth
-    target = out + (lane // Hq).to(INT) * (out_strides[0] * UNIT) + (lane % Hq).to(INT) * (out_strides[1] * UNIT)
-    target += (row % n_q).to(INT) * (out_strides[2] * UNIT)
+    target = out + (lane // Hq).to(INT) * out_strides[0] * UNIT + (lane % Hq).to(INT) * out_strides[1] * UNIT
+    target += (row % n_q).to(INT) * out_strides[2] * UNIT
     tl.store(target + o_d, (acc / total).to(out.dtype.element_ty), mask=o_d < D)
     if pid % PIECES == 0:
         log2_l = tl.log2(total)

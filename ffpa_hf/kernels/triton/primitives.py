@@ -90,8 +90,8 @@ def load_tile(
         UNIT: tl.constexpr = 128 // source.dtype.element_ty.primitive_bitwidth
         o_r = row + tl.arange(0, BR)
         o_c = col + tl.arange(0, BC)
-        base = source + i_b.to(INT) * (strides[0] * UNIT) + i_h.to(INT) * (strides[1] * UNIT)
-        offsets = o_r.to(INT)[:, None] * (strides[2] * UNIT) + o_c[None, :]
+        base = source + i_b.to(INT) * strides[0] * UNIT + i_h.to(INT) * strides[1] * UNIT
+        offsets = o_r.to(INT)[:, None] * strides[2] * UNIT + o_c[None, :]
         return tl.load(base + offsets, mask=(o_r < rows)[:, None] & (o_c < cols)[None, :], other=0.0)
 
 
@@ -103,8 +103,8 @@ def store_tile(
     UNIT: tl.constexpr = 128 // target.dtype.element_ty.primitive_bitwidth
     o_r = row + tl.arange(0, BR)
     o_c = col + tl.arange(0, BC)
-    base = target + i_b.to(INT) * (strides[0] * UNIT) + i_h.to(INT) * (strides[1] * UNIT)
-    offsets = o_r.to(INT)[:, None] * (strides[2] * UNIT) + o_c[None, :]
+    base = target + i_b.to(INT) * strides[0] * UNIT + i_h.to(INT) * strides[1] * UNIT
+    offsets = o_r.to(INT)[:, None] * strides[2] * UNIT + o_c[None, :]
     tl.store(base + offsets, tile.to(target.dtype.element_ty), mask=(o_r < rows)[:, None] & (o_c < cols)[None, :])
 
 

@@ -71,8 +71,8 @@ def place_stream(
     i_n = (i_token % tokens).to(INT)
     o_h = (tl.program_id(0) % blocks * BH + tl.arange(0, BH))[:, None]
     there = o_h < heads
-    row = o_h.to(INT) * (source_strides[2] * FROM)
-    start = i_b * (source_strides[0] * FROM) + i_n * (source_strides[1] * FROM)
+    row = o_h.to(INT) * source_strides[2] * FROM
+    start = i_b * source_strides[0] * FROM + i_n * source_strides[1] * FROM
     first, second = load_halves(source + start, row, there, D, BP, INTERLEAVED)
     if NORM:
         squares = tl.sum(first * first + second * second, 1)
@@ -97,8 +97,8 @@ def place_stream(
         turned = first * c_first - second * s_first
         second = second * c_second + first * s_second
         first = turned
-    out = target + i_b * (target_strides[0] * TO) + i_n * (target_strides[1] * TO)
-    row = o_h.to(INT) * (target_strides[2] * TO)
+    out = target + i_b * target_strides[0] * TO + i_n * target_strides[1] * TO
+    row = o_h.to(INT) * target_strides[2] * TO
     if INTERLEAVED:
         o_d = tl.arange(0, 2 * BP)[None, :]
         both = tl.join(first, second).reshape([BH, 2 * BP])
