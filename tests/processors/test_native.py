@@ -127,7 +127,9 @@ def served(monkeypatch) -> Iterator[SimpleNamespace]:
 def kernel(monkeypatch) -> list[Any]:
     """The kernel serves whatever it can, without the attention kernels, which take no tiny head dim."""
     if torch.cuda.is_available():
-        pytest.skip("the interpreter is off beside a GPU; tests/gpu/test_native.py has the kernel in real models")
+        pytest.skip(
+            "the interpreter is off beside a GPU; tests/gpu/test_native_processors.py has the kernel in real models"
+        )
     from ffpa_hf import joint, ops
 
     calls: list[Any] = []
@@ -765,7 +767,7 @@ def test_native_processors_compile_whole(name, monkeypatch):
         return torch._dynamo.lookup_backend("aot_eager")(module, inputs)
 
     if torch.cuda.is_available():
-        pytest.skip("the interpreter is off beside a GPU; tests/gpu/test_native.py compiles there")
+        pytest.skip("the interpreter is off beside a GPU; tests/gpu/test_native_processors.py compiles there")
     monkeypatch.setattr("ffpa_hf.joint._kernel_serves", lambda streams, factors, across_heads: True)
     torch._dynamo.reset()
     model, inputs = make(name)
