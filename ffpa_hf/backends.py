@@ -52,7 +52,9 @@ class TritonBackend:
 class CUDABackend:
     """CUDA C++ kernels, forward only (a Triton or CuTe-DSL backward stands behind them).
 
-    family: "native" (any sm_80+), "tma" (sm_90a, sm_120), "cute" (CuTe C++); "auto" picks.
+    Not built yet, so that a call raises NotImplementedError: family="cute", acc="f16", enable_fp8 and enable_fp4.
+
+    family: "native" (any sm_80+), "tma" (so far sm_90, head dim 512, no dropout), "cute" (CuTe C++); "auto" picks.
     acc: accumulator of the matrix products, "f32", or "f16" for fp16 inputs.
     enable_fp8, enable_fp4: quantise query, key and value; inference only.
     smooth_k, smooth_v: subtract the token mean before quantising.

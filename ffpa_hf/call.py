@@ -5,8 +5,10 @@ Rules, errors, documentation and `explain` all read this; it holds no tensor and
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -44,6 +46,12 @@ class AttentionCall:
     return_lse: bool = False
     needs_grad: bool = False
     varlen: bool = False
+
+    @property
+    def facts(self) -> tuple[Any, ...]:
+        """The fields in order: `AttentionCall(*call.facts) == call`. By name, which torch.compile traces in torch 2.11;
+        `vars` it does not."""
+        return tuple(getattr(self, name) for name in _FIELDS)
 
     def sdpa_expresses(self) -> str | None:
         """None where one `F.scaled_dot_product_attention` call can give this result, else what it lacks."""
@@ -84,6 +92,9 @@ class AttentionCall:
         extras += ["lse"] if self.return_lse else []
         tail = f" {' '.join(extras)}" if extras else ""
         return f"B{self.batch} H{heads} N{length} D{width} {_short(self.dtype)} {mask}{tail}"
+
+
+_FIELDS = tuple(field.name for field in dataclasses.fields(AttentionCall))
 
 
 def _short(dtype: torch.dtype) -> str:

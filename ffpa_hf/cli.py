@@ -62,7 +62,7 @@ def info() -> None:
 
     from ffpa_hf import settings
     from ffpa_hf.bench.results import versions
-    from ffpa_hf.kernels import qualification
+    from ffpa_hf.kernels import compile_cache, qualification
     from ffpa_hf.kernels.tuning import preferences, store, tiles
 
     console = _console()
@@ -106,6 +106,7 @@ def info() -> None:
             ("verdicts and tuned tables", str(directory)),
             ("", "nothing kept there yet" if not directory.exists() else problem or "private to this user"),
             ("auto's table of this device", "measured" if measured else "none: auto follows its rules of thumb"),
+            ("compiled CUDA kernels", str(compile_cache.directory())),
             ("tuned Triton tiles", f"{own} buckets of this user, {shipped} shipped, for the present kernels"),
         ],
     )

@@ -162,7 +162,7 @@ _MODULES = {name: _import_backend(name) for name in ("sdpa", *KERNELS)}
 
 def plan(call: AttentionCall, route: Route | None = None) -> Plan:
     """Decide. Never raises for what the call asks: an impossible request comes back with `error` set."""
-    return decide(tuple(vars(call).values()), route)
+    return decide(call.facts, route)
 
 
 def decide(facts: tuple[Any, ...], route: Route | None = None) -> Plan:

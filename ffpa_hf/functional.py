@@ -347,7 +347,7 @@ def _prepare_many_dims(
     keywords: dict[str, Any] = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
     if enable_gqa:
         keywords["enable_gqa"] = True
-    return _Prepared(tuple(vars(call).values()), None, None, (query, key, value, keywords))
+    return _Prepared(call.facts, None, None, (query, key, value, keywords))
 
 
 def _run(prepared: _Prepared, made: Plan) -> tuple[Tensor, Tensor | None]:

@@ -59,7 +59,7 @@ VARIABLES: tuple[tuple[str, str, str], ...] = (
     ("FFPA_ALLOW_UNQUALIFIED", "allow_unqualified", "1: run kernels that never ran on this kind of GPU"),
     ("FFPA_DEFAULT_BACKEND", "default_backend", "a backend that auto tries first, where it can serve the call"),
     ("FFPA_LOG", "log", "error: no fallback warnings; warning (default); debug: every plan is printed"),
-    ("FFPA_CACHE_DIR", "cache_dir", "where this user's self-test verdicts and tuned tables are kept"),
+    ("FFPA_CACHE_DIR", "cache_dir", "where this user's verdicts, tuned tables and compiled kernels are kept"),
     ("TRITON_INTERPRET", "triton_interpret", "1: Triton kernels run on the CPU in Triton's interpreter (tests)"),
 )
 

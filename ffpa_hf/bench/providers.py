@@ -294,6 +294,7 @@ PROVIDERS: tuple[Provider, ...] = (
     Provider("fa3", _fa3, layout="BNHD", directions=("fwd",)),
     Provider("ffpa_hf/auto", _ours(None)),
     Provider("ffpa_hf/triton", _ours("triton")),
+    Provider("ffpa_hf/cuda", _ours("cuda"), directions=("fwd",)),  # its backward is Triton's
 )
 
 #: Providers that need nothing beyond torch and this library; what runs when none are named, with the installed peers.
@@ -312,7 +313,7 @@ def select(names: list[str] | None, device: torch.device) -> tuple[Provider, ...
     if names:
         return tuple(provider for provider in PROVIDERS if provider.name in names)
     modules = {"ffpa-attn/triton": "ffpa_attn", "ffpa-attn/cute": "ffpa_attn"}
-    modules |= {"fa4": "flash_attn.cute", "fa3": "fa3_fwd_interface"}
+    modules |= {"fa4": "flash_attn.cute", "fa3": "fa3_fwd_interface", "ffpa_hf/cuda": "cuda.bindings"}
     chosen = [provider for provider in PROVIDERS if provider.name in BUILT_IN or _found(modules[provider.name])]
     if device.type != "cuda":
         chosen = [provider for provider in chosen if provider.name in ("sdpa", "ffpa_hf/auto", "ffpa_hf/triton")]

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from oracle import DEVICE
 
 from ffpa_hf import ffpa_attn_func, settings
 from ffpa_hf.bench import overhead, runner
@@ -62,7 +63,7 @@ def stubs(monkeypatch):
 
 
 def test_recording_leaves_every_kernel_in_its_place_and_repeats_the_launches(monkeypatch):
-    query, key = torch.randn(1, 4, 1, 64), torch.randn(1, 2, 70, 64)
+    query, key = (torch.randn(*size, device=DEVICE).half() for size in ((1, 4, 1, 64), (1, 2, 70, 64)))
     with stubs(monkeypatch):
         before = {(module.__name__, name): getattr(module, name) for module, name in overhead.kernels()}
     places = overhead.kernels()
