@@ -12,7 +12,7 @@ CPU_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 PYTEST_CPU := $(CPU_ENV) $(BIN)/python -m pytest -n $(WORKERS) --timeout 600 -q
 
 .DEFAULT_GOAL := help
-.PHONY: help install test test-slow compile-table test-transformers sweep-transformers test-quantised sweep lint format demo notebooks test-gpu bench clean
+.PHONY: help install test test-slow compile-table test-transformers sweep-transformers test-quantised sweep lint format demo docs notebooks test-gpu bench clean
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 20
@@ -70,6 +70,10 @@ format: $(STAMP) ## let ruff mend what it can
 demo: $(STAMP) ## a photograph and a fine-tuning run, with and without ffpa_hf; writes demo-report/index.html
 	HF_HUB_OFFLINE=1 OMP_WAIT_POLICY=passive $(BIN)/ffpa-hf demo $(ARGS)
 
+docs: $(STAMP) ## renew the made parts of docs/ and build the site into site/, strictly
+	PYTHONPATH=$(CURDIR) $(CPU_ENV) $(BIN)/python scripts/make_docs.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)
+
 notebooks: $(STAMP) ## run notebooks/*.py and keep each with its outputs as .ipynb
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev,notebooks]'
 	HF_HUB_OFFLINE=1 $(BIN)/python scripts/run_notebooks.py $(ARGS)
@@ -81,4 +85,4 @@ bench: ## ffpa-hf bench, e.g. make bench ARGS="--cases d512_self_8k"
 	PYTHONPATH=$(CURDIR) $(PYTHON) -m ffpa_hf bench $(ARGS)
 
 clean: ## drop the environment and what was built
-	rm -rf $(VENV) .overlay build dist demo-report .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .overlay build dist site demo-report .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -96,7 +96,7 @@ def test_plain_import_needs_only_the_plain_dependencies():
 def test_all_brings_every_extra_a_user_may_want():
     everything = set(_requirements("all"))
     for extra in PROJECT["optional-dependencies"]:
-        if extra != "dev":
+        if extra not in ("dev", "docs"):  # for working on this repository
             assert set(_requirements(extra)) <= everything, extra
 
 
@@ -170,13 +170,6 @@ def test_every_name_in_the_readme_snippets_exists():
     assert {"FFPAAttnProcessor", "enable", "explain", "ffpa_attn_func"} <= named
     assert named <= set(ffpa_hf.__all__)
     ast.parse(snippets)
-
-
-def test_docs_name_every_environment_variable_and_no_other():
-    from ffpa_hf.settings import VARIABLES
-
-    page = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
-    assert set(re.findall(r"`([A-Z][A-Z_]+)`", page)) == {variable for variable, _, _ in VARIABLES}
 
 
 def test_every_link_in_readme_and_docs_leads_somewhere():
