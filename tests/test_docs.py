@@ -269,12 +269,12 @@ def test_every_message_of_the_page_is_raised_below_or_in_the_sources():
     assert len(messages()) > 30
 
 
-half = dict(dtype=torch.float16)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton runs here: on the CPU, in its interpreter
 H200 = AttentionCall(1, 8, 8, 1024, 1024, 512, 512, torch.bfloat16, capability=(9, 0), device_name="NVIDIA H200")
 
 
-def qkv(length: int = 600, head_dim: int = 64, dtype: torch.dtype = torch.float16, **more: Any) -> list[torch.Tensor]:
-    return [torch.zeros(1, 2, length, head_dim, dtype=dtype, **more) for _ in range(3)]
+def qkv(length: int = 600, head_dim: int = 64, dtype: torch.dtype = torch.float16) -> list[torch.Tensor]:
+    return [torch.zeros(1, 2, length, head_dim, dtype=dtype, device=DEVICE) for _ in range(3)]
 
 
 def call(*, backend: str | None = None, tensors: list[torch.Tensor] | None = None, **arguments: Any) -> Any:
@@ -309,7 +309,7 @@ def of_query(**changes: Any) -> list[torch.Tensor]:
 #: message -> (what raises or warns it, of which kind)
 PROVOKED: dict[str, tuple[Callable[[], Any], type[Exception]]] = {
     "tensors on …: the … backend needs a CUDA or ROCm GPU": (
-        without_interpreter(lambda: call(backend="triton")),
+        without_interpreter(lambda: call(backend="triton", tensors=[each.cpu() for each in qkv()])),
         FallbackWarning,
     ),
     "a short sequence: kernels start at … queries and keys": (
@@ -338,15 +338,15 @@ PROVOKED: dict[str, tuple[Callable[[], Any], type[Exception]]] = {
         ValueError,
     ),
     "attn_mask and is_causal=True were both given": (
-        lambda: call(attn_mask=torch.ones(600, 600, dtype=torch.bool), is_causal=True),
+        lambda: call(attn_mask=torch.ones(600, 600, dtype=torch.bool, device=DEVICE), is_causal=True),
         ValueError,
     ),
     "attn_mask has shape …; it must broadcast to … [B, Hq, Nq, Nkv]": (
-        lambda: call(attn_mask=torch.ones(3, 600, dtype=torch.bool)),
+        lambda: call(attn_mask=torch.ones(3, 600, dtype=torch.bool, device=DEVICE)),
         ValueError,
     ),
     "attn_mask is … beside … inputs; an additive mask may be …": (
-        lambda: call(attn_mask=torch.zeros(600, 600, dtype=torch.float64)),
+        lambda: call(attn_mask=torch.zeros(600, 600, dtype=torch.float64, device=DEVICE)),
         TypeError,
     ),
     "softcap=…: the … backend has none": (lambda: call(backend="cuda", softcap=30.0), NotImplementedError),
