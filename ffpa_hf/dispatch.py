@@ -6,6 +6,7 @@ comparisons with thresholds are made, so that a new length costs at most one rec
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 from dataclasses import dataclass, replace
@@ -186,9 +187,33 @@ def _decided(facts: tuple[Any, ...], route: Route, _: settings.Settings, tables:
     return replace(made, candidates=_candidates(call), detail=_detail(made, call))
 
 
+_recalled: dict[tuple[Any, ...], tuple[settings.Settings, int, Plan]] = {}
+_MOST_RECALLED = 4096
+
+
+def recall(name: tuple[Any, ...]) -> Plan | None:
+    """The plan that was remembered under a name, as long as settings and tables are those it was made with."""
+    try:
+        known = _recalled.get(name)
+    except TypeError:  # symbolic sizes have no hash
+        return None
+    if known is None or known[0] is not settings.current() or known[1] != generation():
+        return None
+    return known[2]
+
+
+def remember(name: tuple[Any, ...], made: Plan) -> None:
+    """Keep a plan for `recall`."""
+    if len(_recalled) >= _MOST_RECALLED:
+        _recalled.clear()
+    with contextlib.suppress(TypeError):
+        _recalled[name] = settings.current(), generation(), made
+
+
 def forget_plans() -> None:
     """Drop remembered plans; needed after a verdict has changed (tables are counted in `generation`)."""
     _decided.cache_clear()
+    _recalled.clear()
 
 
 def _plan(call: AttentionCall, route: Route) -> Plan:

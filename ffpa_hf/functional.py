@@ -19,7 +19,7 @@ from torch import Tensor
 from ffpa_hf import ops, settings
 from ffpa_hf.backends import Backend
 from ffpa_hf.call import AttentionCall, device_facts
-from ffpa_hf.dispatch import FallbackWarning, Plan, Route, decide
+from ffpa_hf.dispatch import FallbackWarning, Plan, Route, decide, recall, remember
 from ffpa_hf.kernels.common import AttentionInputs
 from ffpa_hf.kernels.sdpa import run as sdpa
 from ffpa_hf.masks import CanonicalMask, RowIntervals, canonical_mask
@@ -208,20 +208,69 @@ def attend(
 
     varlen: `attn_mask` are the intervals of packed sequences, which SDPA then works off in chunks, not as a dense mask.
     """
+    if torch.compiler.is_compiling():
+        planned = _planned(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, softcap, sinks, return_lse, varlen,
+            route,
+        )  # fmt: skip
+        out, lse = _run(*planned)
+        return (out, lse) if return_lse else out
+    name = None
+    if attn_mask is None and sinks is None:
+        name = _name_of(query, key, value, dropout_p, is_causal, scale, enable_gqa, softcap, return_lse, varlen, route)
+    made: Plan | None = None if name is None else recall(name)
+    if made is not None:  # a call like an earlier one, whose tensors went to its kernel as they were
+        inputs = AttentionInputs(query, key, value, _scale(scale, query.shape[3]), is_causal)
+        inputs.dropout_p, inputs.softcap = dropout_p, softcap
+        prepared = _Prepared((), inputs, None, None)
+    else:
+        prepared, made = _planned(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, softcap, sinks, return_lse, varlen,
+            route,
+        )  # fmt: skip
+        inputs = prepared.inputs
+        if name is not None and inputs is not None and made.fallback is None and query.dim() == 4:
+            if inputs.query is query and inputs.key is key and inputs.value is value:
+                remember(name, made)
+    record(made, site)
+    if settings.current().log == "debug":
+        print(made, file=sys.stderr)
+    if made.fallback is not None:
+        _warn_once(*made.fallback)
+    out, lse = _run(prepared, made)
+    return (out, lse) if return_lse else out
+
+
+def _name_of(
+    query: Any, key: Any, value: Any, dropout_p: float, is_causal: bool, scale: float | None, enable_gqa: bool,
+    softcap: float | None, return_lse: bool, varlen: bool, route: Route | None,
+) -> tuple[Any, ...] | None:  # fmt: skip
+    """All that decides what becomes of a call without mask and sinks, save its tensors' values and places; None for
+    calls that are looked at anew each time."""
+    if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
+        return None
+    device = query.device
+    if device.type == "meta" or torch.is_autocast_enabled(device.type):
+        return None
+    needs_grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    return (
+        query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype, device, key.device, value.device,
+        is_causal, dropout_p, scale, enable_gqa, softcap, return_lse, varlen, route, needs_grad,
+    )  # fmt: skip
+
+
+def _planned(
+    query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: float, is_causal: bool, scale: float | None,
+    enable_gqa: bool, softcap: float | None, sinks: Tensor | None, return_lse: bool, varlen: bool, route: Route | None,
+) -> tuple[_Prepared, Plan]:  # fmt: skip
+    """Checked arguments and their plan; raises what the plan cannot do."""
     prepared = _prepare(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, softcap, sinks, return_lse, varlen
     )
     made = decide(prepared.facts, route)
     if made.error is not None:
         raise type(made.error)(*made.error.args)
-    if not torch.compiler.is_compiling():
-        record(made, site)
-        if settings.current().log == "debug":
-            print(made, file=sys.stderr)
-        if made.fallback is not None:
-            _warn_once(*made.fallback)
-    out, lse = _run(prepared, made)
-    return (out, lse) if return_lse else out
+    return prepared, made
 
 
 class _Prepared:

@@ -202,31 +202,38 @@ def _join_streams_fake(streams: list[Tensor], *_: Any) -> Tensor:
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     *call, _, backward = inputs
-    tensors = call[: len(_TENSOR_FIELDS)]
+    _keep(ctx, output, call[: len(_TENSOR_FIELDS)], call[len(_TENSOR_FIELDS) :], backward)
+
+
+def _keep(ctx: Any, output: tuple[Tensor, Tensor, Tensor], tensors: Sequence[Any], scalars: Any, backward: str) -> None:
     ctx.save_for_backward(*output, *tensors)
-    ctx.scalars = tuple(call[len(_TENSOR_FIELDS) :])
+    ctx.scalars = tuple(scalars)
     ctx.backward_config = backward
     ctx.mark_non_differentiable(output[2])
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: Any) -> tuple[Any, ...]:
-    out, lse, row_stats, *tensors = ctx.saved_tensors
     by_name = dict(zip(_FIELDS, ctx.needs_input_grad, strict=False))
-    needs = [by_name[name] for name in _DIFFERENTIABLE]
-    nothing = (None,) * (len(_FIELDS) + 2)
+    grads = _asked_gradients(ctx, grad_out, grad_lse, [by_name[name] for name in _DIFFERENTIABLE])
+    named = dict(zip(_DIFFERENTIABLE, grads, strict=True))
+    return (*(named.get(name) for name in _FIELDS), None, None)
+
+
+def _asked_gradients(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, needs: list[bool]) -> tuple[Any, ...]:
+    """Gradients of the differentiable inputs, None where not needed."""
     if (grad_out is None and grad_lse is None) or not any(needs):
-        return nothing
+        return (None,) * len(needs)
     if not ctx.backward_config:
         raise NotImplementedError("This forward was planned without a backward; ask for one with backward_backend=.")
+    out, lse, row_stats, *tensors = ctx.saved_tensors
     if grad_out is None:
         grad_out = torch.zeros_like(out)
     # With create_graph the operator has to be recorded: it raises when a second derivative is asked for.
     direct = not torch.is_grad_enabled() and _unwatched((grad_out, grad_lse, out, lse, row_stats, *tensors))
     run = _gradients if direct else torch.ops.ffpa.flash_attn_backward
     found = run(grad_out, grad_lse, out, lse, row_stats, *tensors, *ctx.scalars, needs, ctx.backward_config)
-    grads = {name: grad for name, grad, needed in zip(_DIFFERENTIABLE, found, needs, strict=True) if needed}
-    return (*(grads.get(name) for name in _FIELDS), None, None)
+    return tuple(grad if needed else None for grad, needed in zip(found, needs, strict=True))
 
 
 def _no_second_derivative(ctx: Any, *grads: Any) -> tuple[Any, ...]:
@@ -271,19 +278,23 @@ def _unwatched(tensors: Iterable[Tensor | None]) -> bool:
 
 
 class flash_attn_forward(torch.autograd.Function):  # noqa: N801 - graph nodes are named as the operator's
-    """The operator's autograd wrapper without the dispatcher around it; takes the operator's arguments."""
+    """The operator and its autograd without the dispatcher around them; of tensors, autograd sees those that may have
+    a gradient: each argument it looks at takes its time."""
 
     @staticmethod
-    def forward(ctx: Any, *values: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """(out, lse, row_stats) of the operator."""
-        output = _forward(*values)
-        _save_for_backward(ctx, values, output)
+    def forward(
+        ctx: Any, inputs: AttentionInputs, tensors: tuple[Any, ...], forward: Backend, backward: str, *_: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(out, lse, row_stats) of the operator. tensors: those of `inputs`; last, `_DIFFERENTIABLE` ones."""
+        scalars = inputs.scale, inputs.is_causal, inputs.dropout_p, inputs.softcap
+        output = _run(inputs, forward)
+        _keep(ctx, output, tensors, scalars, backward)
         return output
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        """A gradient for each of the operator's arguments."""
-        return _differentiate(ctx, *grads)
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: Any) -> tuple[Any, ...]:
+        """A gradient for each argument."""
+        return None, None, None, None, *_asked_gradients(ctx, grad_out, grad_lse, list(ctx.needs_input_grad[4:]))
 
 
 def flash_attn(
@@ -295,15 +306,17 @@ def flash_attn(
     if not torch.compiler.is_compiling():
         _refuse_forward_mode(tensors)
         direct = _unwatched(tensors)
-    if direct and not needs_grad:
-        return _run(inputs, forward)[:2]
-    written = _encoded if direct else encode  # torch.compile warns of caches
-    scalars = (inputs.scale, inputs.is_causal, inputs.dropout_p, inputs.softcap)
-    arguments = (*tensors, *scalars, written(forward), "" if backward is None else written(backward))
-    run = torch.ops.ffpa.flash_attn_forward.default
     if direct:
-        out, lse, _ = flash_attn_forward.apply(*arguments)
-    elif needs_grad or torch.compiler.is_compiling():
+        if not needs_grad:
+            return _run(inputs, forward)[:2]
+        written = "" if backward is None else _encoded(backward)
+        seen = inputs.query, inputs.key, inputs.value, inputs.bias, inputs.sinks
+        return flash_attn_forward.apply(inputs, tensors, forward, written, *seen)[:2]
+    scalars = (inputs.scale, inputs.is_causal, inputs.dropout_p, inputs.softcap)
+    # Not from the memory of `_encoded`: torch.compile warns of caches.
+    arguments = (*tensors, *scalars, encode(forward), "" if backward is None else encode(backward))
+    run = torch.ops.ffpa.flash_attn_forward.default
+    if needs_grad or torch.compiler.is_compiling():
         out, lse, _ = run(*arguments)
     else:
         with torch._C._AutoDispatchBelowAutograd():

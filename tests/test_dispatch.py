@@ -6,6 +6,7 @@ only the planner is tested.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import importlib
@@ -16,7 +17,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import HAS_GPU, KERNELS
+from oracle import DEVICE, HAS_GPU, KERNELS
 
 import ffpa_hf
 from ffpa_hf import (
@@ -29,6 +30,7 @@ from ffpa_hf import (
     dispatch,
     explain,
     ffpa_attn_func,
+    functional,
     settings,
 )
 from ffpa_hf.backends import resolve_backend
@@ -753,3 +755,89 @@ def test_options_of_the_cuda_backend_are_checked_whatever_the_size():
     ):
         answer = importlib.import_module("ffpa_hf.kernels.cuda").supports(call(**changes), config)
         assert answer.kind == "error" and word in answer.reason
+
+
+# --- calls like earlier ones ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def looked_at(monkeypatch):
+    """How often arguments were checked and planned; calls on fresh tensors of one shape."""
+    counted = []
+    prepare = functional._prepare
+    monkeypatch.setattr(functional, "_prepare", lambda *given: (counted.append(given), prepare(*given))[1])
+    forget_plans()
+    return counted
+
+
+def qkv(kv_heads=2, dtype=torch.float32):
+    return [torch.randn(1, heads, 6, 64, dtype=dtype, device=DEVICE) for heads in (2, kv_heads, kv_heads)]
+
+
+def test_a_call_like_an_earlier_one_is_not_looked_at_again_and_is_right(looked_at):
+    for _ in range(3):
+        tensors = qkv()
+        torch.testing.assert_close(
+            ffpa_attn_func(*tensors, scale=0.3), F.scaled_dot_product_attention(*tensors, scale=0.3)
+        )
+    assert len(looked_at) == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"is_causal": True}, {"scale": 0.3}, {"softcap": 2.0}, {"return_lse": True}, {"backend": "sdpa"},
+        {"dropout_p": 0.5}, {"attn_mask": torch.ones(6, 6, dtype=torch.bool, device=DEVICE)},
+    ],
+    ids=lambda change: next(iter(change)),
+)  # fmt: skip
+def test_another_argument_makes_another_call(looked_at, change):
+    ffpa_attn_func(*qkv())
+    ffpa_attn_func(*qkv(), **change)
+    assert len(looked_at) == 2
+
+
+def test_gradients_settings_verdicts_and_autocast_make_another_call(looked_at):
+    def calls(**given):
+        before = len(looked_at)
+        ffpa_attn_func(*(tensor.requires_grad_(bool(given)) for tensor in qkv()))
+        return len(looked_at) - before
+
+    assert [calls(), calls()] == [1, 0]
+    assert [calls(grad=True), calls(grad=True)] == [1, 0]
+    with settings.override(log="error"):
+        assert [calls(), calls()] == [1, 0]
+    forget_plans()
+    assert [calls(), calls()] == [1, 0]
+    with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
+        assert [calls(), calls()] == [1, 1]
+        assert ffpa_attn_func(*qkv()).dtype == torch.bfloat16
+    assert ffpa_attn_func(*qkv()).dtype == torch.float32
+
+
+def test_a_wrong_call_stays_wrong_after_a_right_one(looked_at):
+    query, key, value = qkv()
+    ffpa_attn_func(query, key, value)
+    for wrong, error in (
+        ((query, key[..., :32], value), ValueError), ((query, key, value.double()), TypeError),
+        ((query, key.numpy(force=True), value), TypeError), ((query, *qkv(kv_heads=1)[1:]), None),
+    ):  # fmt: skip
+        with pytest.raises(error) if error else contextlib.nullcontext():
+            ffpa_attn_func(*wrong)
+    with pytest.raises(ValueError, match="dropout_p"):
+        ffpa_attn_func(query, key, value, dropout_p=1.5)
+
+
+def test_broadcast_heads_are_made_again_for_every_call(looked_at):
+    for _ in range(2):
+        query, key, value = qkv()
+        expected = F.scaled_dot_product_attention(query, key, value[:, :1].expand_as(value))
+        torch.testing.assert_close(ffpa_attn_func(query, key, value[:, :1]), expected)
+    assert len(looked_at) == 2
+
+
+def test_a_repeated_call_is_counted(looked_at):
+    before = sum(row.calls for row in ffpa_hf.report())
+    for _ in range(4):
+        ffpa_attn_func(*qkv())
+    assert sum(row.calls for row in ffpa_hf.report()) == before + 4

@@ -353,8 +353,8 @@ def test_the_launcher_takes_tuned_tiles_in_both_directions(monkeypatch):
     for direction, config in (("forward", forward), ("backward", backward)):
         tiles.keep(GPU, problem.bucket(direction), {**ROW, "tiles": choice.encode(config)})
     used = []
-    fused, products = launch._fused_forward, launch._Backward
-    monkeypatch.setattr(launch, "_fused_forward", lambda *args: (used.append(args[4]), fused(*args)))
+    fused, products = launch._Fused, launch._Backward
+    monkeypatch.setattr(launch, "_Fused", lambda *args: (used.append(args[2]), fused(*args))[1])
     monkeypatch.setattr(launch, "_Backward", lambda *args: (used.append(args[6]), products(*args))[1])
     out, lse, stats = triton.forward(inputs, TritonBackend())
     grads = triton.backward(inputs, out, lse, stats, out, None, (True, True, True, False, False), TritonBackend())

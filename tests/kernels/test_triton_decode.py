@@ -40,6 +40,7 @@ def splits(request, monkeypatch):
 
 def divide(monkeypatch, number):
     monkeypatch.setattr(configs, "decode_splits", lambda *_: number)
+    monkeypatch.setattr(launch, "_repeated", {})
     return number
 
 

@@ -100,9 +100,19 @@ _MOST_KNOWN = 4096
 _lock = threading.RLock()
 
 
+_epoch = 0
+
+
+def epoch() -> int:
+    """How often choices have been forgotten: what was made with older ones is made anew."""
+    return _epoch
+
+
 def forget() -> None:
     """Choose anew from the tables, for tests and after tuning; running models keep no choice either."""
+    global _epoch
     with _lock:
+        _epoch += 1
         _settled.clear()
         _known.clear()
     tiles.forget()

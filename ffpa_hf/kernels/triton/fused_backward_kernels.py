@@ -1,4 +1,4 @@
-"""The backward up to head dim 256: one kernel makes dK, dV and leaves dS, from which a plain product makes dQ.
+"""The backward of narrow heads: one kernel makes dK, dV and leaves dS, from which a plain product makes dQ.
 
 Device code only; tiles come from `configs`, tensors, bands and rounds from `launch`. The formulas are those of
 `backward_kernels`. A program keeps a block of keys and its dK and dV while query rows pass, as in FlashAttention-2 (Dao
