@@ -228,10 +228,11 @@ def attend(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, softcap, sinks, return_lse, varlen,
             route,
         )  # fmt: skip
-        inputs = prepared.inputs
-        if name is not None and inputs is not None and made.fallback is None and query.dim() == 4:
-            if inputs.query is query and inputs.key is key and inputs.value is value:
-                remember(name, made)
+        as_they_were = prepared.inputs is not None and (
+            prepared.inputs.query is query and prepared.inputs.key is key and prepared.inputs.value is value
+        )
+        if name is not None and as_they_were and made.fallback is None:
+            remember(name, made)
     record(made, site)
     if settings.current().log == "debug":
         print(made, file=sys.stderr)

@@ -237,6 +237,22 @@ def _gradient_errors(
     return {name: ours - true for name, ours, true in zip(needs, plain, exact, strict=True)}
 
 
+def _errors_of_rounded_output(
+    tensors: dict[str, Tensor], truth_keywords: dict[str, Any], seeds: list[Tensor], needs: tuple[str, ...]
+) -> dict[str, Tensor]:
+    """By name, what the gradients are off if all is exact but the output's rounding to query's dtype.
+
+    Kernels take the row term of softmax's gradient from the output, sum(grad_out * out) (FlashAttention-2, Dao 2023);
+    an error of that term counts as a gradient of the log-sum-exp would.
+    """
+    leaves = {name: tensor.detach().double().requires_grad_(name in needs) for name, tensor in tensors.items()}
+    out, lse = truth(**leaves, **truth_keywords)
+    rounding = out.detach().to(tensors["query"].dtype).double() - out.detach()
+    row_terms = (seeds[0].double() * rounding).sum(-1)
+    found = torch.autograd.grad(lse, [leaves[name] for name in needs], -row_terms, materialize_grads=True)
+    return dict(zip(needs, found, strict=True))
+
+
 def compare(
     run: Callable[..., Any],
     tensors: dict[str, Tensor],
@@ -281,8 +297,10 @@ def compare(
     @functools.cache
     def usual_errors() -> list[dict[str, Tensor]]:
         """Of the gradients of plain torch in the dtypes of the call, on these inputs and on neighbours one rounding
-        away: where terms cancel, the error is as random as the rounding, and one draw of it may be small by chance."""
-        return [_gradient_errors(tensors, truth_keywords or {}, seeds, needs, shake) for shake in (0.0, 1.0, 1.0, 1.0)]
+        away: where terms cancel, the error is as random as the rounding, and one draw of it may be small by chance.
+        And of gradients from an output that was kept in its dtype, as every kernel keeps it."""
+        given = tensors, truth_keywords or {}, seeds, needs
+        return [*(_gradient_errors(*given, shake) for shake in (0.0, 1.0, 1.0, 1.0)), _errors_of_rounded_output(*given)]
 
     for name, tensor, gradient, exact_gradient in zip(needs, wanted, found, expected, strict=True):
         assert gradient.dtype == tensor.dtype, f"gradient of {name}: {gradient.dtype}"

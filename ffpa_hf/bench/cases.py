@@ -182,6 +182,7 @@ def _sweep() -> Iterator[Case]:
     for head_dim, kv_len in itertools.product((64, 128, 256, 512), (1024, 8192)):
         yield sweep_case(head_dim, 8, 1, kv_len, group=4)
         yield sweep_case(head_dim, 32, 1, kv_len, "padded", group=8)
+        yield sweep_case(head_dim, 32, 1, kv_len, "bool", group=8)  # a padded prompt, as transformers hands it over
     for head_dim, kv_len in itertools.product((128, 512), (1024, 8192)):
         yield sweep_case(head_dim, 32, 1, kv_len)
     for head_dim in (128, 512):
