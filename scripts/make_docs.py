@@ -197,10 +197,12 @@ def _measured_rows(rows: list[dict[str, Any]]) -> str:
 def _cell(row: dict[str, Any] | None) -> str:
     if row is None or row.get("ms") is None:
         return ""
-    speed = f", {row['tflops']:.0f} TFLOP/s" if row.get("tflops") else ""
+    tflops = row.get("tflops") or 0.0
+    speed = f", {tflops:.0f} TFLOP/s" if tflops >= 10 else ""  # below, bytes or the host decide
     ratio = row.get("speedup_vs_sdpa")
     times = f" ({ratio:.2f}x)" if ratio and row["provider"] != "sdpa" else ""
-    return f"{row['ms']:.3g} ms{speed}{times}"
+    ms = row["ms"]
+    return f"{format(ms, '.0f' if ms >= 100 else '.3g')} ms{speed}{times}"
 
 
 PARTS: dict[str, Callable[[], str]] = {
