@@ -21,10 +21,20 @@ import torch
 from ffpa_hf.kernels.tuning import constant_under_compile, store
 
 #: Kernel families that can be qualified, each on its own: a folder, or some files of one. "triton" is attention,
-#: "triton-qkv" what runs between the projections and attention.
-FAMILIES: tuple[str, ...] = ("triton", "triton-qkv", "cuda")
-_FOLDERS = {"triton-qkv": "triton"}
-_OWN_FILES: dict[str, tuple[str, ...]] = {"triton-qkv": ("qkv_kernels.py",)}
+#: "triton-qkv" what runs between the projections and attention; "cuda-fp8" is attention on codes of eight bits.
+FAMILIES: tuple[str, ...] = ("triton", "triton-qkv", "cuda", "cuda-fp8")
+_FOLDERS = {"triton-qkv": "triton", "cuda-fp8": "cuda"}
+_OWN_FILES: dict[str, tuple[str, ...]] = {
+    "triton-qkv": ("qkv_kernels.py",),
+    "cuda-fp8": (
+        "fp8.py", "fp8_configs.py", "fp8_launch.py", "fp8.cuh", "fp8_call.cuh", "fp8_hopper.cuh",
+        "fp8_statistics.cu", "fp8_finish.cu", "fp8_codes.cu", "fp8_forward.cu",
+    ),
+}  # fmt: skip
+#: Files of the folder's other families that a family is built from too.
+_SHARED_FILES: dict[str, tuple[str, ...]] = {
+    "cuda-fp8": ("ptx.cuh", "call.cuh", "hopper.cuh", "launch.py", "program.py"),
+}
 #: Distributions that compile the kernels of a folder, first found wins.
 _COMPILERS = {
     "triton": ("triton", "pytorch-triton-rocm", "triton-rocm", "triton-windows"),
@@ -64,6 +74,7 @@ def source_hash(family: str) -> str:
     folder = Path(__file__).parent / _folder(family)
     own = _OWN_FILES.get(family)
     others = {name for files in _OWN_FILES.values() for name in files} if own is None else set()
+    own = None if own is None else own + _SHARED_FILES.get(family, ())
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*")):
         if own is not None and path.name not in own or path.name in others:

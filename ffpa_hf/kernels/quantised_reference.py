@@ -33,7 +33,7 @@ _LEAST = 2.0**-100  # of a largest magnitude: its reciprocal is finite
 _LOG2E, _LN2 = 1.4426950408889634, 0.6931471805599453
 
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-# Halfway points below which a magnitude rounds down; the point itself does too where the lower neighbour's code is even.
+# Halfway points below which a magnitude rounds down; the point itself too where the lower neighbour's code is even.
 _E2M1_HALFWAY = ((0.25, True), (0.75, False), (1.25, True), (1.75, False), (2.5, True), (3.5, False), (5.0, True))
 
 
@@ -168,16 +168,22 @@ def token_mean(x: Tensor) -> Tensor:
     length = x.shape[2]
     padded = torch.nn.functional.pad(_finite(x.float()), (0, 0, 0, -length % CHUNK))
     chunks = ordered_sum(padded.unflatten(2, (-1, CHUNK)), 3)
-    return ordered_sum(chunks, 2) / float(max(length, 1))
+    return _finite(_quotient(ordered_sum(chunks, 2), max(length, 1)))
+
+
+def _quotient(x: Tensor, divisor: float) -> Tensor:
+    """x / divisor rounded once; with a plain number torch would multiply by its rounded inverse on some devices."""
+    return x / torch.full((1,) * max(x.dim(), 1), divisor, dtype=x.dtype, device=x.device)
 
 
 def _scale(largest: Tensor, top: float) -> Tensor:
     """What one unit of a code with largest magnitude `top` is worth, where the data reach `largest`."""
-    return largest.clamp(min=_LEAST) / top
+    return _quotient(largest.clamp(_LEAST, torch.finfo(torch.float32).max), top)
 
 
-def _largest(x: Tensor, dims: tuple[int, ...]) -> Tensor:
-    return _finite(x).abs().amax(dims)
+def _largest(x: Tensor, dims: tuple[int, ...], original: Tensor | None = None) -> Tensor:
+    """Largest magnitude of x where `original`, of which x is the difference to a mean, is finite."""
+    return torch.where((x if original is None else original).isfinite(), x.abs(), 0.0).amax(dims)
 
 
 def _shifted(
@@ -207,16 +213,17 @@ def quantise_fp8(
 ) -> FP8:
     """Codes and scales of one call. query `[B, Hq, Nq, D]`, key and value `[B, Hkv, Nkv, D]`, fp16, bf16 or float32.
 
-    A scale is the largest finite magnitude, at least 2^-100, over 448: of one query row, of 64 keys, of one channel of
-    the values. A code is x * (1 / scale) rounded to e4m3. smooth_k, smooth_v: take the token mean off first. scale: the
-    softmax scale, of which only the sign matters here. Nkv must be positive.
+    A scale is the largest magnitude of what is finite, at least 2^-100, over 448: of one query row, of 64 keys, of one
+    channel of the values. A code is x * (1 / scale) rounded to e4m3. smooth_k, smooth_v: take the token mean off first
+    (nothing where it is not finite). scale: the softmax scale, of which only the sign matters here. Nkv is positive.
     """
+    originals = key, value
     query, key, value, key_mean, value_mean = _shifted(query, key, value, scale, smooth_k, smooth_v)
     query_scale = _scale(_largest(query, (-1,)), E4M3_MAX)
     blocks = _key_blocks(key)
-    key_scale = _scale(_largest(blocks, (-2, -1)), E4M3_MAX)
+    key_scale = _scale(_largest(blocks, (-2, -1), _key_blocks(originals[0])), E4M3_MAX)
     key_codes = e4m3_code(blocks * (1.0 / key_scale)[..., None, None]).flatten(2, 3)[:, :, : key.shape[2]]
-    value_scale = _scale(_largest(value, (-2,)), E4M3_MAX)
+    value_scale = _scale(_largest(value, (-2,), originals[1]), E4M3_MAX)
     return FP8(
         e4m3_code(query * (1.0 / query_scale)[..., None]),
         query_scale,
@@ -250,16 +257,17 @@ def quantise_fp4(
     The second-level scale is the largest finite magnitude over 6 * 448, of the rows, blocks and channels of FP8.
     A group's scale is its largest magnitude over 6, in those units, rounded to ue4m3.
     """
+    originals = key, value
     query, key, value, key_mean, value_mean = _shifted(query, key, value, scale, smooth_k, smooth_v)
     top = E2M1_MAX * E4M3_MAX
     query_scale = _scale(_largest(query, (-1,)), top)
     query_codes, query_group = _grouped(query, query_scale[..., None])
     blocks = _key_blocks(key)
-    key_scale = _scale(_largest(blocks, (-2, -1)), top)
+    key_scale = _scale(_largest(blocks, (-2, -1), _key_blocks(originals[0])), top)
     key_codes, key_group = (
         part.flatten(2, 3)[:, :, : key.shape[2]] for part in _grouped(blocks, key_scale[..., None, None])
     )
-    value_scale = _scale(_largest(value, (-2,)), top)
+    value_scale = _scale(_largest(value, (-2,), originals[1]), top)
     columns = torch.nn.functional.pad(value, (0, 0, 0, -value.shape[2] % FP4_GROUP)).transpose(-1, -2)
     value_codes, value_group = (part.transpose(-1, -2) for part in _grouped(columns, value_scale[..., None]))
     return FP4(

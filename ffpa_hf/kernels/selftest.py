@@ -144,7 +144,10 @@ _HEAD_DIMS = (64, 72, 96, 128, 192, 200, 256, 320, 384, 448, 512, 576, 640, 768,
 
 
 #: Families tested by another module, which has its own `grid` and `run_check`, and the folder of their kernels.
-_SUITES = {"triton-qkv": ("ffpa_hf.kernels.selftest_qkv", "triton")}
+_SUITES = {
+    "triton-qkv": ("ffpa_hf.kernels.selftest_qkv", "triton"),
+    "cuda-fp8": ("ffpa_hf.kernels.selftest_fp8", "cuda"),
+}
 
 
 def grid_of(family: str, interpreted: bool = False, is_hopper: bool = False) -> tuple[Any, ...]:
@@ -240,6 +243,11 @@ def _build(check: Check, device: torch.device) -> _Problem:
     if inputs.rng_state is not None:
         keep = philox_keep_mask(inputs.rng_state, batch, heads, q_len, kv_len, check.dropout_p)
     return _Problem(inputs, _hidden(inputs), grad_out, grad_lse, keep)
+
+
+def build_inputs(check: Check, device: torch.device) -> AttentionInputs:
+    """The tensors of a check, without gradients."""
+    return _build(check, device).inputs
 
 
 def _layout(check: Check, normal: Callable[..., Tensor]) -> tuple[Tensor, Tensor, Tensor]:
