@@ -115,10 +115,11 @@ class Plan:
 
 def ask(name: str, call: AttentionCall, config: Backend | None = None, *, backward: bool = False) -> Answer:
     """A backend's own answer, then the small-head-dim switch, then qualification; in the order of the contract."""
-    module, problem = _MODULES[name]
+    config = config or _DEFAULT_CONFIG[name]
+    module, problem = _MODULES[config.kernels]
     if module is None:
         return refuse("not available", "unqualified", RuntimeError, "the {} backend is off: {}", name, problem)
-    answer = module.supports(call, config or _DEFAULT_CONFIG[name], backward=backward)
+    answer = module.supports(call, config, backward=backward)
     if isinstance(answer, Refused) and answer.kind != "unqualified":
         return answer
     current = settings.current()
@@ -128,10 +129,11 @@ def ask(name: str, call: AttentionCall, config: Backend | None = None, *, backwa
                           call.head_dim, name.upper())  # fmt: skip
     if isinstance(answer, Accepted) and name in KERNELS and call.device_type == "cuda":
         if not current.allow_unqualified:  # the interpreter needs no verdict
-            verdict = qualification.verdict(name, call.capability, call.is_rocm, call.device_name)
+            family = _FAMILIES[config.kernels]
+            verdict = qualification.verdict(family, call.capability, call.is_rocm, call.device_name)
             if not verdict.qualified:
                 return refuse("unqualified", "unqualified", RuntimeError, "the {} kernels are not qualified here: {}",
-                              name, verdict.text)  # fmt: skip
+                              family, verdict.text)  # fmt: skip
     return answer
 
 
@@ -158,7 +160,9 @@ def _import_backend(name: str):
 
 
 #: Every backend's module; each imports its compiler when a call runs. A table, for torch.compile traces no import.
-_MODULES = {name: _import_backend(name) for name in ("sdpa", *KERNELS)}
+_MODULES = {name: _import_backend(name) for name in ("sdpa", *KERNELS, "cuda.fp8")}
+#: The kernel family whose verdict counts for a module.
+_FAMILIES = {name: name.replace(".", "-") for name in _MODULES}
 
 
 def plan(call: AttentionCall, route: Route | None = None) -> Plan:
@@ -455,6 +459,6 @@ def _candidates(call: AttentionCall) -> tuple[Candidate, ...]:
 
 
 def _detail(made: Plan, call: AttentionCall) -> str:
-    module, _ = _MODULES[made.forward] if made.forward in KERNELS else (None, None)
+    module, _ = _MODULES[made.forward_config.kernels] if made.forward in KERNELS else (None, None)
     describe = getattr(module, "describe", None)
     return describe(call, made.forward_config) if describe is not None else ""

@@ -117,7 +117,7 @@ def _canonical(inputs: AttentionInputs) -> AttentionInputs:
 
 def _run(inputs: AttentionInputs, config: Backend) -> tuple[Tensor, Tensor, Tensor]:
     query = inputs.query
-    out, lse, row_stats = _kernel(config.name).forward(_canonical(inputs), config)
+    out, lse, row_stats = _kernel(config.kernels).forward(_canonical(inputs), config)
     return _as_promised(out, query), lse, row_stats
 
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from ffpa_hf import settings
 from ffpa_hf.cli import app
-from ffpa_hf.kernels import qualification, selftest_qkv
+from ffpa_hf.kernels import qualification, selftest_fp8, selftest_qkv
 from ffpa_hf.kernels import selftest as selftest_module
 
 runner = CliRunner()
@@ -181,7 +181,8 @@ def _outcomes(monkeypatch, passed: bool) -> None:
         return selftest_module.Outcome(check, passed, [("out", 0.1, 0.2 if passed else 0.05)])
 
     monkeypatch.setattr(selftest_module, "run_check", check)
-    monkeypatch.setattr(selftest_qkv, "run_check", lambda wanted, device: check(None, None, wanted, device))
+    for suite in (selftest_qkv, selftest_fp8):
+        monkeypatch.setattr(suite, "run_check", lambda wanted, device: check(None, None, wanted, device))
 
 
 def test_selftest_exit_code_follows_the_checks(monkeypatch, tmp_path):

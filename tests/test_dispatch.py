@@ -60,6 +60,7 @@ def built(monkeypatch):
 
     for name in NAMES:
         monkeypatch.setitem(dispatch._MODULES, name, (stand_in(name), None))
+    monkeypatch.setitem(dispatch._MODULES, "cuda.fp8", (stand_in("cuda"), None))
     monkeypatch.setattr(dispatch.preferences, "prefer", lambda call: None)
     forget_plans()
     with settings.override(allow_unqualified=True):

@@ -55,10 +55,8 @@ _FEATURES: tuple[dict[str, Any], ...] = (
 
 
 def grid(interpreted: bool = False) -> tuple[Check, ...]:
-    """The calls to make; none in Triton's interpreter, which does not run CUDA C++. `kernel` names the inputs: "" for
-    normal ones, "outliers" for a key channel and value channels of large mean, with both kinds of smoothing."""
-    if interpreted:
-        return ()
+    """The calls to make. `kernel` names the inputs: "" for normal ones, "outliers" for a key channel and value channels
+    of large mean, with both kinds of smoothing. interpreted changes nothing: CUDA C++ has no interpreter."""
     half = (torch.bfloat16, torch.float16)
     checks = [
         Check(dtype, head_dim, mask="causal" if dtype is half[index % 2] else "none", kv_heads=2)

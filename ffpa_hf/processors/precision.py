@@ -21,8 +21,8 @@ from ffpa_hf.processors.generic import FFPAAttnProcessor
 logger = logging.getLogger("ffpa_hf")
 
 PRECISIONS = ("fp8", "fp4", "auto")
-#: Whose kernels exist. Empty until the CUDA backend has them.
-BUILT: frozenset[str] = frozenset()
+#: Whose kernels exist.
+BUILT: frozenset[str] = frozenset({"fp8"})
 #: precision="auto": keys from which on quantising pays for itself.
 LONG = 4096
 

@@ -115,7 +115,7 @@ def test_unknown_options_and_precisions_without_kernels_are_refused(pipe):
     with pytest.raises(TypeError, match="no option 'speed'"):
         ffpa_hf.enable(pipe, speed=2)
     with pytest.raises(NotImplementedError, match="not built yet"):
-        ffpa_hf.enable(pipe, precision="fp8")
+        ffpa_hf.enable(pipe, precision="fp4")
     with pytest.raises(ValueError, match="precision='int3'"):
         ffpa_hf.enable(pipe, precision="int3")
     with pytest.raises(ValueError, match="give precision"):

@@ -1,6 +1,6 @@
 """Options of ffpa_hf.enable on diffusers: fused projections, and where a quantised precision applies.
 
-The quantised kernels are not built; a fake that rounds to e4m3 stands in for them wherever the route asks for one.
+A fake that rounds to e4m3 stands in for the quantised kernels wherever the route asks for one.
 """
 
 from __future__ import annotations
@@ -235,7 +235,8 @@ def test_an_exception_halfway_gives_the_scheduler_back(pipe, quantised, monkeypa
     assert type(pipe.scheduler) is kind
 
 
-def test_auto_without_kernels_says_so_and_changes_nothing(pipe, caplog):
+def test_auto_without_kernels_says_so_and_changes_nothing(pipe, caplog, monkeypatch):
+    monkeypatch.setattr(precision, "BUILT", frozenset())
     with caplog.at_level("WARNING", logger="ffpa_hf"):
         ffpa_hf.enable(pipe, precision="auto", skip_first_steps=1)
     assert "not built yet" in caplog.text

@@ -86,8 +86,8 @@ def config_of(head_dim: int) -> Config:
 @functools.lru_cache(maxsize=512)
 def choose(head_dim: int, reads_masks: bool) -> Config:
     """The kernel for a head dim. reads_masks: a mask, bias or key mask is read per element, which needs registers that
-    an unpromoted output of more than 192 columns does not leave."""
+    an unpromoted output of more than 160 columns does not leave."""
     config = config_of(head_dim)
-    if reads_masks and config.head_dim // config.slices > 192:
+    if reads_masks and config.head_dim // config.slices > 160:
         return replace(config, promote=True, turns=False)
     return config
