@@ -60,9 +60,11 @@ class CUDABackend:
     acc: accumulator of the matrix products, "f32", or "f16" for fp16 inputs.
     enable_fp8: quantise query, key, value and probabilities to e4m3 (sm_90, head dims 64 to 512). About 5% error on
         normal inputs instead of 0.3%; no gradient unless a backward backend is named, which then works in the input
-        dtype. enable_fp4: the same in NVFP4.
+        dtype.
+    enable_fp4: the same in NVFP4.
     smooth_k: take the mean token off the keys before quantising, which changes no result but for its error: needed
-        where a channel has a large mean. smooth_v: the same for the values.
+        where a channel has a large mean.
+    smooth_v: the same for the values; their mean is added to the output again.
     qk: "fp8" or "int8" for the first product under FP8.
     hybrid: the first rows of a causal call, which see few keys, stay in the input dtype; None means yes.
     """

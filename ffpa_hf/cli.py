@@ -522,14 +522,17 @@ def selftest(
     failed = False
     for family in families:
         path = output if output is None or len(families) == 1 else output.with_stem(f"{output.stem}-{family}")
-        failed = _selftest_family(family, target, only, path, jobs, console) or failed
+        outcome = _selftest_family(family, target, only, path, jobs, console)
+        if outcome is None and backend is not None:
+            raise typer.Exit(2)
+        failed = bool(outcome) or failed
     raise typer.Exit(1 if failed else 0)
 
 
 def _selftest_family(
     family: str, target: torch.device, only: str | None, output: Path | None, jobs: int | None, console: Any
-) -> bool:
-    """Run, print and keep one family's outcome; True where something failed."""
+) -> bool | None:
+    """Run, print and keep one family's outcome; True where something failed, None where nothing could be tested."""
     import os
 
     import torch
@@ -552,6 +555,9 @@ def _selftest_family(
         torch.cuda.set_device(target)
     is_hopper = call.capability is not None and call.capability[0] == 9
     grid = tests.grid_of(family, target.type == "cpu", is_hopper)
+    if not grid:
+        console.print(f"nothing to test: {family} has no kernels for {name}")
+        return None
     checks = [check for check in grid if only is None or only in str(check)]
     if not checks:
         raise typer.BadParameter(f"{only!r} matches no check.", param_hint="--only")

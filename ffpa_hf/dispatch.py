@@ -150,6 +150,19 @@ def short_sequence(name: str, call: AttentionCall) -> Refused | None:
     return None
 
 
+def unqualified_here(config: Backend) -> str:
+    """Why a backend's kernels, made for the present GPU, may not run on it before a self-test; empty where they may, or
+    where there is no such GPU. Asked of a long bf16 call of head dim 128."""
+    if not torch.cuda.is_available():
+        return ""
+    call = AttentionCall(
+        1, 8, 8, 4096, 4096, 128, 128, torch.bfloat16, capability=torch.cuda.get_device_capability(),
+        device_name=torch.cuda.get_device_name(), is_rocm=torch.version.hip is not None,
+    )  # fmt: skip
+    answer = ask(config.name, call, config)
+    return answer.reason if isinstance(answer, Refused) and answer.rule == "unqualified" else ""
+
+
 def _import_backend(name: str):
     """(module, None) of a backend, or (None, why it cannot be used)."""
     try:

@@ -24,6 +24,7 @@ from ffpa_hf import backends, settings
 from ffpa_hf.call import AttentionCall
 from ffpa_hf.kernels import cuda, cute, qualification, sdpa, triton
 from ffpa_hf.kernels.common import Accepted
+from ffpa_hf.kernels.cuda import fp8
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -36,7 +37,7 @@ COLUMNS: tuple[tuple[str, Any, Any, bool], ...] = (
     ("Triton, backward", triton, backends.TritonBackend(), True),
     ('CUDA, `family="native"`', cuda, backends.CUDABackend(family="native"), False),
     ('CUDA, `family="tma"`', cuda, backends.CUDABackend(family="tma"), False),
-    ("CUDA, `enable_fp8=True`", cuda, backends.CUDABackend(enable_fp8=True), False),
+    ("CUDA, `enable_fp8=True`", fp8, backends.CUDABackend(enable_fp8=True), False),
     ("CUDA, `enable_fp4=True`", cuda, backends.CUDABackend(enable_fp4=True), False),
     ("CuTe-DSL", cute, backends.CuTeDSLBackend(), False),
 )
@@ -81,6 +82,8 @@ def capabilities() -> str:
 
 def _verdict(call: AttentionCall, module: Any, config: Any, backward: bool) -> str:
     answer = module.supports(call, config, backward=backward)
+    if call.needs_grad and getattr(config, "quantised", False) and isinstance(answer, Accepted):
+        return "raises"  # unless a backward backend is named
     if module is sdpa:
         return "yes" if call.sdpa_composite() is None else "plain torch"
     if isinstance(answer, Accepted) or answer.rule == "package":  # a compiler that is missing here says nothing of it

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from ffpa_hf import settings
 from ffpa_hf.cli import app
-from ffpa_hf.kernels import qualification, selftest_fp8, selftest_qkv
+from ffpa_hf.kernels import qualification, selftest_qkv
 from ffpa_hf.kernels import selftest as selftest_module
 
 runner = CliRunner()
@@ -181,8 +181,7 @@ def _outcomes(monkeypatch, passed: bool) -> None:
         return selftest_module.Outcome(check, passed, [("out", 0.1, 0.2 if passed else 0.05)])
 
     monkeypatch.setattr(selftest_module, "run_check", check)
-    for suite in (selftest_qkv, selftest_fp8):
-        monkeypatch.setattr(suite, "run_check", lambda wanted, device: check(None, None, wanted, device))
+    monkeypatch.setattr(selftest_qkv, "run_check", lambda wanted, device: check(None, None, wanted, device))
 
 
 def test_selftest_exit_code_follows_the_checks(monkeypatch, tmp_path):
@@ -200,12 +199,18 @@ def test_selftest_writes_what_can_be_recorded_only_after_a_gpu_run(monkeypatch, 
     with settings.override(triton_interpret=True):
         run("selftest", "--device", "cpu", "--output", str(path))
     assert not path.exists(), "families overwrite each other's results"
-    for family in qualification.FAMILIES:
+    assert not path.with_name("selftest-cuda-fp8.json").exists(), "it has kernels for sm_90 alone"
+    for family in set(qualification.FAMILIES) - {"cuda-fp8"}:
         written = path.with_name(f"selftest-{family}.json")
         content = json.loads(written.read_text())
         assert content["cases"] == len(content["rows"]) and content["failed"] == 0 and content["family"] == family
         with pytest.raises(ValueError, match="GPU"):
             qualification.record(written, tmp_path / "verdicts.json")
+
+
+def test_selftest_of_kernels_for_another_gpu_says_so(tmp_path):
+    with settings.override(triton_interpret=True, cache_dir=str(tmp_path)):
+        assert "cuda-fp8 has no kernels for cpu" in run("selftest", "--device", "cpu", "--backend", "cuda-fp8", code=2)
 
 
 def test_selftest_of_one_family_writes_the_file_it_was_given(monkeypatch, tmp_path):

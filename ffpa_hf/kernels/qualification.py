@@ -140,9 +140,12 @@ def _shipped_verdict(family: str, target: str) -> Verdict:
             "run",
             f"ran on {facts['device']} ({target}) with torch {facts['torch']}, {facts['compiler']}, {facts['date']}",
         )
-    if ran and target in entry.get("kin", ()):
+    cure = f"`ffpa-hf selftest --backend {family}` on this GPU can qualify it"
+    if not ran:
+        return Verdict("unrun", f"compiled, but these sources have run on no GPU yet; {cure}")
+    if target in entry.get("kin", ()):
         return Verdict("kin", f"the same source ran on {', '.join(ran)}; we did not run it on {target}")
-    return Verdict("unrun", f"never ran on {target}; `ffpa-hf selftest` on this GPU can qualify it")
+    return Verdict("unrun", f"never ran on {target}; {cure}")
 
 
 def _is_entry(kept: Any) -> TypeGuard[dict[str, Any]]:

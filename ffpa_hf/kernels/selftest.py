@@ -151,7 +151,12 @@ _SUITES = {
 
 
 def grid_of(family: str, interpreted: bool = False, is_hopper: bool = False) -> tuple[Any, ...]:
-    """The calls to make for a family. interpreted: few, for Triton's interpreter. is_hopper: also kernels for sm_90."""
+    """The calls to make for a family, none where it has no kernels for the device.
+
+    interpreted: few, for Triton's interpreter. is_hopper: also kernels for sm_90.
+    """
+    if family == "cuda-fp8" and not is_hopper:
+        return ()
     if family in _SUITES:
         return importlib.import_module(_SUITES[family][0]).grid(interpreted)
     return _forward_grid(is_hopper) if family == "cuda" else grid(interpreted)

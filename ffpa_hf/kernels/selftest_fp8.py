@@ -55,8 +55,10 @@ _FEATURES: tuple[dict[str, Any], ...] = (
 
 
 def grid(interpreted: bool = False) -> tuple[Check, ...]:
-    """The calls to make. `kernel` names the inputs: "" for normal ones, "outliers" for a key channel and value channels
-    of large mean, with both kinds of smoothing. interpreted changes nothing: CUDA C++ has no interpreter."""
+    """The calls to make; none where `interpreted`, for CUDA C++ has no interpreter. `kernel` names the inputs: "" for
+    normal ones, "outliers" for a key channel and value channels of large mean, with both kinds of smoothing."""
+    if interpreted:
+        return ()
     half = (torch.bfloat16, torch.float16)
     checks = [
         Check(dtype, head_dim, mask="causal" if dtype is half[index % 2] else "none", kv_heads=2)

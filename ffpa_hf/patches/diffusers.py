@@ -99,7 +99,7 @@ def enable(
 
     Raises TypeError for an unknown option, ValueError for one that means nothing here (skip_layers that match nothing,
     skip_first_steps without a scheduler, fuse_qkv where fused projections would be wrong), NotImplementedError for a
-    precision whose kernels do not exist yet.
+    precision whose kernels do not exist yet, RuntimeError for one whose kernels are not qualified on the present GPU.
     """
     if more:
         known = (

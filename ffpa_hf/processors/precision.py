@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ffpa_hf.backends import CUDABackend
-from ffpa_hf.dispatch import Route
+from ffpa_hf.dispatch import Route, unqualified_here
 from ffpa_hf.processors.capture import is_accelerated, subclass
 from ffpa_hf.processors.generic import FFPAAttnProcessor
 
@@ -75,7 +75,8 @@ class QuantisedProcessor(FFPAAttnProcessor):
 
 
 def check(precision: str | None, skip_layers: Any, skip_first_steps: int | None) -> None:
-    """Raise ValueError or TypeError for values that mean nothing, NotImplementedError for kernels that do not exist."""
+    """Raise ValueError or TypeError for values that mean nothing, NotImplementedError for kernels that do not exist,
+    RuntimeError for kernels that are not qualified on the present GPU."""
     if precision is None:
         if skip_layers is not None or skip_first_steps is not None:
             raise ValueError(
@@ -89,15 +90,30 @@ def check(precision: str | None, skip_layers: Any, skip_first_steps: int | None)
             raise ValueError(f"skip_first_steps={skip_first_steps!r} is not allowed; use a whole number from 0 up.")
     if isinstance(skip_layers, str) or not isinstance(skip_layers, (Sequence, set, frozenset, type(None))):
         raise TypeError(f"skip_layers={skip_layers!r}: give a list of names or indices.")
-    if precision == "auto":
-        if "fp8" not in BUILT:
-            logger.warning("precision='auto': the quantised kernels are not built yet; the input's own dtype is used.")
-    elif precision not in BUILT:
-        raise NotImplementedError(f"precision={precision!r}: the quantised kernels are not built yet; use None.")
+    if precision != "auto":
+        if precision not in BUILT:
+            raise NotImplementedError(f"precision={precision!r}: the quantised kernels are not built yet; use None.")
+        if problem := unqualified(precision):
+            raise RuntimeError(f"precision={precision!r}: {problem}; use None or 'auto' until then.")
+    elif problem := _kept_back():
+        logger.warning("precision='auto': %s; the input's own dtype is used.", problem)
+
+
+def unqualified(precision: str) -> str:
+    """Why the kernels of a precision may not run on the present GPU, which they are made for; empty where they may.
+
+    Without such a GPU the answer is empty too: calls then go to SDPA and `report()` says why, as for any kernel.
+    """
+    return unqualified_here(CUDABackend(enable_fp8=precision == "fp8", enable_fp4=precision == "fp4"))
+
+
+def _kept_back() -> str:
+    """Why precision="auto" stays in the input's dtype whatever the length; empty where it does not."""
+    return unqualified("fp8") if "fp8" in BUILT else "the quantised kernels are not built yet"
 
 
 def quantised_route(precision: str, route: Route) -> Route:
-    """`route` with its forward asked of the quantised kernels; for "auto" from `LONG` keys on, once those are built.
+    """`route` with its forward asked of the quantised kernels; for "auto" from `LONG` keys on, where those may run.
 
     Raises ValueError where the route already names another forward.
     """
@@ -107,7 +123,7 @@ def quantised_route(precision: str, route: Route) -> Route:
             f"precision={precision!r} runs on the CUDA backend's quantised kernels; give it without "
             f"backend or forward_backend (here {asked.name!r}), or with a CUDABackend."
         )
-    if precision == "auto" and "fp8" not in BUILT:
+    if precision == "auto" and _kept_back():
         return route
     forward = dataclasses.replace(asked or CUDABackend(), enable_fp8=precision != "fp4", enable_fp4=precision == "fp4")
     backward = route.backward_backend

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,9 @@ from diffusers.models.attention_processor import Attention  # noqa: E402
 from torch._dynamo.testing import CompileCounter  # noqa: E402
 
 import ffpa_hf  # noqa: E402
-from ffpa_hf import CUDABackend, FFPAAttnProcessor, TritonBackend  # noqa: E402
+from ffpa_hf import CUDABackend, FFPAAttnProcessor, TritonBackend, settings  # noqa: E402
 from ffpa_hf.dispatch import Route  # noqa: E402
+from ffpa_hf.kernels import qualification  # noqa: E402
 from ffpa_hf.processors import capture, precision, redirect  # noqa: E402
 
 TOLERANCE = 1e-5
@@ -243,6 +245,38 @@ def test_auto_without_kernels_says_so_and_changes_nothing(pipe, caplog, monkeypa
     plain = tiny_pipeline.generate(pipe)
     ffpa_hf.disable(pipe)
     assert (tiny_pipeline.generate(pipe) - plain).abs().max() <= TOLERANCE
+
+
+@pytest.fixture
+def hopper(monkeypatch) -> None:
+    """Pretend that the machine has an H200. Only names are asked of it; tensors stay on the CPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H200")
+
+
+def test_fp8_waits_for_its_self_test(hopper, monkeypatch, caplog, tmp_path):
+    with settings.override(allow_unqualified=False, cache_dir=str(tmp_path)):
+        qualification.forget()
+        monkeypatch.setattr(qualification, "_SHIPPED", tmp_path / "none.json")
+        (tmp_path / "none.json").write_text("{}")
+        words = "not qualified here: compiled, .*`ffpa-hf selftest --backend cuda-fp8`"
+        with pytest.raises(RuntimeError, match=words):
+            precision.check("fp8", None, None)
+        with caplog.at_level("WARNING", logger="ffpa_hf"):
+            precision.check("auto", None, None)
+        assert re.search(f"{words}.*the input's own dtype is used", caplog.text)
+        assert precision.quantised_route("auto", Route()) == Route()
+        qualification.keep("cuda-fp8", (9, 0), False, "NVIDIA H200", cases=9, failed=0, date="2026-12-01T00:00:00")
+        precision.check("fp8", None, None)
+        assert precision.quantised_route("auto", Route()).for_length(precision.LONG).forward_backend.enable_fp8
+    qualification.forget()
+
+
+def test_fp8_on_other_gpus_is_not_refused_for_want_of_a_self_test(hopper, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+    with settings.override(allow_unqualified=False):
+        precision.check("fp8", None, None)  # each call then falls back, and says why
 
 
 # --- fused projections ------------------------------------------------------------------------------------------------
