@@ -33,7 +33,7 @@ _OWN_FILES: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 #: Files of the folder's other families that a family is built from too.
 _SHARED_FILES: dict[str, tuple[str, ...]] = {
-    "cuda-fp8": ("ptx.cuh", "call.cuh", "hopper.cuh", "launch.py", "program.py"),
+    "cuda-fp8": ("ptx.cuh", "call.cuh", "hopper.cuh", "wgmma.cuh", "launch.py", "program.py"),
 }
 #: Distributions that compile the kernels of a folder, first found wins.
 _COMPILERS = {

@@ -85,7 +85,7 @@ __device__ __forceinline__ void start_scores(Rows& rows, const Place& at, Ring<K
 #pragma unroll
         for (int i = 0; i < CHUNK_STEPS; ++i)
             if (c * CHUNK_STEPS + i < K_STEPS)
-                Product<BN>::shared(rows.scores, tile_matrix<KW>(q + 32 * i), tile_matrix<KW>(k + 32 * i), c || i);
+                CodeProduct<BN>::shared(rows.scores, tile_matrix<KW>(q + 32 * i), tile_matrix<KW>(k + 32 * i), c || i);
         ring.advance();
     }
     products_commit();
@@ -106,7 +106,7 @@ __device__ __forceinline__ void start_values(Rows& rows, const Place& at, const 
     const u32 v = hidden(at.shared) + V_RING + ring.slot * V_TILE;
 #pragma unroll
     for (int i = 0; i < BN / 32; ++i)
-        Product<DV>::registers(rows.out, rows.weights[i], tile_matrix<128>(v + 32 * i), 1);
+        CodeProduct<DV>::registers(rows.out, rows.weights[i], tile_matrix<128>(v + 32 * i), 1);
     products_commit();
 }
 
@@ -118,7 +118,7 @@ __device__ __forceinline__ void release_values(const Place& at, Ring<V_SLOTS>& r
 #if PROMOTE
 __device__ __forceinline__ void start_part(float (&part)[PART / 2], const Rows& rows, u32 v) {
 #pragma unroll
-    for (int i = 0; i < BN / 32; ++i) Product<PART>::registers(part, rows.weights[i], tile_matrix<128>(v + 32 * i), i);
+    for (int i = 0; i < BN / 32; ++i) CodeProduct<PART>::registers(part, rows.weights[i], tile_matrix<128>(v + 32 * i), i);
     products_commit();
 }
 
