@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ffpa_hf import cli_results
 from ffpa_hf import cli_tuning as tuning
 
 if TYPE_CHECKING:
@@ -280,6 +281,7 @@ def _device(name: str | None) -> torch.device:
 
 @app.command()
 def bench(
+    files: Annotated[list[Path] | None, typer.Argument(help="Results files, for --merge; nothing is timed.")] = None,
     cases: Annotated[str, typer.Option(help="Sets, case ids or globs, by commas.")] = "",
     providers: Annotated[str, typer.Option(help="Providers by commas; default: all that can be imported.")] = "",
     directions: Annotated[str, typer.Option(help="fwd, bwd, fwd+bwd by commas; default: each case's own.")] = "",
@@ -294,6 +296,7 @@ def bench(
         bool, typer.Option("--check-auto", help="Auto against F.sdpa over the sweep; every loser is listed.")
     ] = False,
     e2e: Annotated[bool, typer.Option("--e2e", help="Whole models with random weights, sdpa against ours.")] = False,
+    merge: Annotated[bool, typer.Option("--merge", help="Make one file of FILES, parts of one run.")] = False,
     list_: Annotated[bool, typer.Option("--list", help="List cases and providers, and stop.")] = False,
 ) -> None:
     """Time our kernels beside F.sdpa and the installed peers, all in one run; keep the numbers as JSON.
@@ -306,6 +309,11 @@ def bench(
     from ffpa_hf.bench import cases as table
     from ffpa_hf.bench import providers as field
 
+    if merge or files:
+        if not merge:
+            raise typer.BadParameter("results files are for --merge.", param_hint="FILES")
+        cli_results.merge(files or [], name, output)
+        return
     if list_:
         (_list_end_to_end if e2e else _list_bench)(_console())
         return

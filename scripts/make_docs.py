@@ -1,4 +1,4 @@
-"""Fill the made parts of docs/*.md: tables that come from the code and from benchmarks/results/.
+"""Fill the made parts of README.md and docs/*.md: tables that come from the code and from benchmarks/results/.
 
     python scripts/make_docs.py            # rewrite what has changed
     python scripts/make_docs.py --check    # change nothing; exit code 1 and the pages' names where something has
@@ -14,13 +14,15 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ffpa_hf import backends, settings
+from ffpa_hf.bench import results, summary
+from ffpa_hf.bench.summary import table
 from ffpa_hf.call import AttentionCall
 from ffpa_hf.kernels import cuda, cute, qualification, sdpa, triton
 from ffpa_hf.kernels.common import Accepted
@@ -62,12 +64,6 @@ FEATURES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("`sinks`", {"has_sinks": True}),
     ("value of another width than query", {"value_dim": 256}),
 )
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table."""
-    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
-    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
 
 
 def capabilities() -> str:
@@ -179,7 +175,7 @@ def performance() -> str:
             f"### {path.stem}",
             f"{content['device']}, {content['date'][:10]}; {used}."
             + (f" A plain bf16 matrix product in the same run: {ceiling:.0f} TFLOP/s." if ceiling else ""),
-            f"```console\n$ {content['command']}\n```",
+            "\n".join(["```console", *(f"$ {line}" for line in content["command"].splitlines()), "```"]),
             _measured_rows(content["rows"]),
         ]
         parts.append("\n\n".join(lines))
@@ -208,6 +204,20 @@ def _cell(row: dict[str, Any] | None) -> str:
     return f"{format(ms, '.0f' if ms >= 100 else '.3g')} ms{speed}{times}"
 
 
+def measured(kind: Callable[[Sequence[results.Results]], tuple[str, list[results.Results]]]) -> Callable[[], str]:
+    """README's summary of the newest runs, and the files that it comes from."""
+
+    def made() -> str:
+        files = {path.stem: results.load(path) for path, _ in bench_results()}
+        text, used = kind(list(files.values()))
+        links = [f"[{stem}](benchmarks/results/{stem}.json)" for stem, run in files.items() if run in used]
+        ceilings = [run.matmul_tflops for run in used if run.matmul_tflops]
+        reached = f" Plain bf16 matrix products reached {max(ceilings):.0f} TFLOP/s." if ceilings else ""
+        return f"{text}\n\nFrom {', '.join(links)}.{reached}" if text else "No run is recorded."
+
+    return made
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "capabilities": capabilities,
     "qualified": qualified,
@@ -216,6 +226,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "cute-options": options(backends.CuTeDSLBackend),
     "environment": environment,
     "performance": performance,
+    "measured-kernels": measured(summary.kernels),
+    "measured-models": measured(summary.models),
 }
 
 
@@ -229,7 +241,7 @@ def main(arguments: Sequence[str]) -> int:
         print(__doc__)
         return 2
     stale = []
-    for path in sorted((ROOT / "docs").glob("*.md")):
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
         before = path.read_text(encoding="utf-8")
         after = filled(before)
         if after != before:

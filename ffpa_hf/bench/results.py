@@ -10,7 +10,8 @@ import datetime
 import importlib.metadata
 import json
 import platform
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,9 @@ class Row:
 
 @dataclass
 class Results:
-    """Everything one run measured. date: ISO, UTC. matmul_tflops and copy_tb_s: what this device reaches in plain
-    matrix products and copies (bytes read plus written), the ceilings to read the rows against."""
+    """Everything one run measured. date: ISO, UTC. command: one line, or of merged runs one line each. matmul_tflops
+    and copy_tb_s: what this device reaches in plain matrix products and copies (bytes read plus written), the ceilings
+    to read the rows against."""
 
     device: str
     date: str
@@ -57,13 +59,62 @@ class Results:
 
 
 def load(path: Path) -> Results:
-    """Read a results file; raises ValueError naming what is missing or unknown."""
-    content = json.loads(path.read_text(encoding="utf-8"))
+    """Read a results file. Raises ValueError naming what is missing or unknown, OSError where it cannot be read."""
     try:
+        content = json.loads(path.read_text(encoding="utf-8"))
         rows = [Row(**row) for row in content.pop("rows")]
         return Results(rows=rows, **content)
-    except (TypeError, KeyError) as error:
-        raise ValueError(f"{path} is no results file: {error}") from None
+    except (TypeError, KeyError, AttributeError, ValueError) as error:
+        raise ValueError(f"{path} is no results file of `ffpa-hf bench`: {error}") from None
+
+
+#: What marks a merged row whose ratio is against another run's SDPA than the one that stands beside it.
+OTHER_RUN = "its ratio is within its own run"
+
+
+def merge(runs: Sequence[Results]) -> Results:
+    """One set of results from runs on one device with the same versions, each of which measured a part.
+
+    Rows are told apart by case, direction and provider; one that several runs have is the first run's that timed it.
+    Every ratio stays the one measured within its run; where the SDPA row beside it is of another run, its note says so.
+    All commands are kept, the date is the last, the ceilings are the highest.
+
+    Raises ValueError where there is nothing to merge, or device or versions differ, naming what does.
+    """
+    if not runs:
+        raise ValueError("no results to merge.")
+    first = runs[0]
+    for run in runs[1:]:
+        if run.device != first.device:
+            raise ValueError(f"results of {first.device} and of {run.device} are no one run; merge takes one device.")
+        changed = [
+            f"{name} {first.versions.get(name, 'missing')} and {run.versions.get(name, 'missing')}"
+            for name in sorted({*first.versions, *run.versions})
+            if first.versions.get(name) != run.versions.get(name)
+        ]
+        if changed:
+            raise ValueError(f"versions differ ({'; '.join(changed)}); merge takes runs of the same versions.")
+    found: dict[tuple[str, str, str], tuple[int, Row]] = {}
+    for index, run in enumerate(runs):
+        for row in run.rows:
+            key = row.case, row.direction, row.provider
+            if key not in found or (found[key][1].ms is None and row.ms is not None):
+                found[key] = index, row
+    blocks: dict[tuple[str, str], list[Row]] = {}
+    for (case, direction, _), (index, row) in found.items():
+        base, _ = found.get((case, direction, "sdpa"), (index, row))
+        if index != base and row.speedup_vs_sdpa is not None and OTHER_RUN not in row.note:
+            row = replace(row, note=f"{row.note}; {OTHER_RUN}" if row.note else OTHER_RUN)
+        blocks.setdefault((case, direction), []).append(row)
+    return Results(
+        device=first.device,
+        date=max(run.date for run in runs),
+        command="\n".join(dict.fromkeys(line for run in runs for line in run.command.splitlines())),
+        versions=dict(first.versions),
+        matmul_tflops=max((run.matmul_tflops for run in runs if run.matmul_tflops is not None), default=None),
+        copy_tb_s=max((run.copy_tb_s for run in runs if run.copy_tb_s is not None), default=None),
+        rows=[row for block in blocks.values() for row in block],
+    )
 
 
 def file_name(results: Results, name: str) -> str:
