@@ -19,7 +19,7 @@ from ffpa_hf.backends import Backend, CUDABackend, CuTeDSLBackend, SDPABackend, 
 from ffpa_hf.call import AttentionCall
 from ffpa_hf.kernels import qualification
 from ffpa_hf.kernels.common import Accepted, Answer, Refused, refuse
-from ffpa_hf.kernels.tuning import generation, preferences
+from ffpa_hf.kernels.tuning import generation, preferences, tables_changed
 
 #: Shortest query and key lengths for which an explicitly requested kernel is worth its launch.
 SHORT_LENGTH = 512
@@ -176,6 +176,12 @@ def _import_backend(name: str):
 _MODULES = {name: _import_backend(name) for name in ("sdpa", *KERNELS, "cuda.fp8")}
 #: The kernel family whose verdict counts for a module.
 _FAMILIES = {name: name.replace(".", "-") for name in _MODULES}
+
+
+def give_up(name: str, problem: str) -> None:
+    """Leave a backend out for the rest of this process: its kernels cannot be built here. Plans are made anew."""
+    _MODULES[name] = (None, problem)
+    tables_changed()
 
 
 def plan(call: AttentionCall, route: Route | None = None) -> Plan:

@@ -19,7 +19,8 @@ from torch import Tensor
 from ffpa_hf import ops, settings
 from ffpa_hf.backends import Backend
 from ffpa_hf.call import AttentionCall, device_facts
-from ffpa_hf.dispatch import FallbackWarning, Plan, Route, decide, recall, remember
+from ffpa_hf.dispatch import FallbackWarning, Plan, Route, decide, give_up, recall, remember
+from ffpa_hf.kernels.building import is_build_failure
 from ffpa_hf.kernels.common import AttentionInputs
 from ffpa_hf.kernels.sdpa import run as sdpa
 from ffpa_hf.masks import CanonicalMask, RowIntervals, canonical_mask
@@ -233,13 +234,39 @@ def attend(
         )
         if name is not None and as_they_were and made.fallback is None:
             remember(name, made)
-    record(made, site)
     if settings.current().log == "debug":
         print(made, file=sys.stderr)
     if made.fallback is not None:
         _warn_once(*made.fallback)
-    out, lse = _run(prepared, made)
+    try:
+        out, lse = _run(prepared, made)
+    except Exception as error:
+        if made.forward == "sdpa" or not is_build_failure(error):
+            raise
+        _leave_out(made, route, error)
+        again = {
+            "attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale,
+            "enable_gqa": enable_gqa, "softcap": softcap, "sinks": sinks, "return_lse": return_lse,
+        }  # fmt: skip
+        return attend(query, key, value, **again, route=route, site=site, varlen=varlen)
+    record(made, site)
     return (out, lse) if return_lse else out
+
+
+def _leave_out(made: Plan, route: Route | None, error: Exception) -> None:
+    """A kernel could not be built: an explicit request raises, otherwise its backend is left out from now on."""
+    problem = f"{type(error).__name__}: {error}"
+    asked = route is not None and route.strict and (route.forward_backend or route.backend) is not None
+    if asked:
+        raise RuntimeError(
+            f"backend={made.forward!r} could not build its kernel on this machine; backend='sdpa' needs none. {problem}"
+        ) from error
+    warnings.warn(
+        f"ffpa_hf: the {made.forward} backend could not build a kernel and is left out in this process. {problem}",
+        RuntimeWarning,
+        stacklevel=4,
+    )
+    give_up(made.forward, f"it could not build a kernel ({problem.splitlines()[0][:200]})")
 
 
 def _name_of(

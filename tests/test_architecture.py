@@ -87,6 +87,7 @@ ARROWS = {
     "backends.py": (),
     "report.py": (),
     "kernels/common.py": (),
+    "kernels/building.py": (),
     "kernels/reference.py": (),
     "kernels/philox.py": (),
     "masks.py": ("kernels/common.py",),
@@ -97,7 +98,7 @@ ARROWS = {
     "ops.py": ("backends.py", "kernels/common.py"),
     "functional.py": (
         "ops.py", "settings.py", "backends.py", "call.py", "dispatch.py", "masks.py", "report.py", "kernels/common.py",
-        "kernels/sdpa/",
+        "kernels/building.py", "kernels/sdpa/",
     ),
     "joint.py": (
         "ops.py", "settings.py", "call.py", "kernels/reference.py", "kernels/qualification.py", "kernels/tuning/",

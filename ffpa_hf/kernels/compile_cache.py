@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-from ffpa_hf import settings
 from ffpa_hf.kernels.tuning import store
 
 #: How long another process may take to compile the same kernel before this one compiles it too.
@@ -24,12 +23,7 @@ _DIGEST = hashlib.sha256().digest_size
 
 def directory() -> Path:
     """`compiled` under `FFPA_CACHE_DIR`, else the platform's cache folder of this user."""
-    chosen = settings.current().cache_dir
-    if chosen:
-        return Path(chosen).expanduser() / "compiled"
-    import platformdirs
-
-    return platformdirs.user_cache_path("ffpa_hf", appauthor=False) / "compiled"
+    return store.place("cache") / "compiled"
 
 
 def key_of(*parts: str) -> str:
@@ -45,9 +39,8 @@ def read(key: str, folder: Path | None = None) -> bytes | None:
     folder = folder or directory()
     if store.problem_with(folder) is not None:
         return None
-    try:
-        content = (folder / key).read_bytes()
-    except OSError:
+    content = store.read_private(folder / key)
+    if content is None:
         return None
     digest, payload = content[:_DIGEST], content[_DIGEST:]
     return payload if payload and hashlib.sha256(payload).digest() == digest else None
@@ -56,16 +49,14 @@ def read(key: str, folder: Path | None = None) -> bytes | None:
 def get(key: str, build: Callable[[], bytes], folder: Path | None = None) -> bytes:
     """The bytes under `key`, built and kept where they are missing; one process builds, others wait for it.
 
-    Where the directory cannot be used (others may write to it, or the disk is full) the result is built and not kept,
-    with one RuntimeWarning per process and reason. What `build` raises goes through.
+    Where the directory cannot be used (others may write to it, it is read-only, the disk is full) the result is built
+    and not kept, with one RuntimeWarning per process and reason. What `build` raises goes through.
     """
     folder = folder or directory()
     found = read(key, folder)
     if found is not None:
         return found
-    with contextlib.suppress(OSError):
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    problem = store.problem_with(folder)
+    problem = store.made(folder)
     if problem is not None:
         _warn(f"{folder} is not used to keep compiled kernels: {problem}.")
         return build()
@@ -74,14 +65,20 @@ def get(key: str, build: Callable[[], bytes], folder: Path | None = None) -> byt
 
     lock = filelock.FileLock(str(folder / f"{key}.lock"), timeout=_LOCK_SECONDS)
     try:
-        with lock:
-            found = read(key, folder)
-            if found is None:
-                found = build()
-                _write(folder / key, found)
-            return found
+        lock.acquire()
     except filelock.Timeout:
         return build()
+    except (OSError, NotImplementedError) as error:  # read-only, full, or a file system without locks
+        _warn(f"{folder} is not used to keep compiled kernels: it cannot be locked ({error}).")
+        return build()
+    try:
+        found = read(key, folder)
+        if found is None:
+            found = build()
+            _write(folder / key, found)
+        return found
+    finally:
+        lock.release()
 
 
 def _write(path: Path, payload: bytes) -> None:
