@@ -159,13 +159,17 @@ def ffpa_attn_varlen_func(
             raise ValueError(f"{name} must be a packed [T, H, D] tensor, not {given}.")
     for name, offsets in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if not isinstance(offsets, Tensor) or offsets.dim() != 1 or offsets.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"{name} must be a one-dimensional int32 tensor of cumulative lengths.")
+            kind = f"{offsets.dtype} {tuple(offsets.shape)}" if isinstance(offsets, Tensor) else type(offsets).__name__
+            raise TypeError(f"{name} must be a one-dimensional int32 tensor of cumulative lengths from 0, not {kind}.")
         if offsets.shape[0] < 1 or offsets.device != q.device:
             raise ValueError(f"{name} must hold at least one offset and be on {q.device}.")
     if cu_seqlens_q.shape != cu_seqlens_k.shape:
         raise ValueError(
-            f"cu_seqlens_q holds {cu_seqlens_q.shape[0] - 1} sequences and cu_seqlens_k {cu_seqlens_k.shape[0] - 1}."
+            f"cu_seqlens_q holds {cu_seqlens_q.shape[0] - 1} sequences and cu_seqlens_k {cu_seqlens_k.shape[0] - 1}; "
+            "each sequence needs an entry in both."
         )
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        raise ValueError(f"window_size={window_size!r} is not allowed; use (left, right), where -1 is unbounded.")
     if cu_seqlens_q.shape[0] == 1:
         intervals = RowIntervals.full(q.shape[0], 0, q.device)
     else:
@@ -558,9 +562,10 @@ def _check_mask_dtype(mask: CanonicalMask, dtype: torch.dtype) -> None:
     bias = mask.bias
     if bias is None or bias.dtype == dtype or bias.dtype == torch.float32:
         return
+    allowed = f"{dtype} or torch.float32" if dtype != torch.float32 else "torch.float32"
     raise TypeError(
-        f"attn_mask is {bias.dtype} beside {dtype} inputs; an additive mask may be {dtype} or torch.float32 "
-        f"(it is never cast down), a boolean one torch.bool."
+        f"attn_mask is {bias.dtype} beside {dtype} inputs; an additive mask may be {allowed} (it is never cast down), "
+        f"a boolean one torch.bool."
     )
 
 
@@ -618,7 +623,12 @@ _warned: set[tuple[str, str]] = set()
 
 
 def _warn_once(backend: str, rule: str, reason: str) -> None:
-    if (backend, rule) in _warned or settings.current().log == "error":
+    if (backend, rule) in _warned or settings.silenced():
         return
     _warned.add((backend, rule))
-    warnings.warn(f"ffpa_hf: {reason}; SDPA runs instead of {backend}.", FallbackWarning, stacklevel=4)
+    warnings.warn(
+        f"ffpa_hf: {reason}; SDPA runs instead of {backend}. "
+        "(Said once; where no backend is named, the planner chooses and says nothing.)",
+        FallbackWarning,
+        stacklevel=4,
+    )

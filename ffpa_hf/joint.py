@@ -70,7 +70,7 @@ def _check(stream: Stream, first: torch.Size, across_heads: bool) -> None:
     batch, length, heads, head_dim = stream.heads.shape
     if (batch, heads, head_dim) != (first[0], first[2], first[3]):
         raise ValueError(
-            f"heads: streams of {tuple(first)} and {tuple(stream.heads.shape)} differ beyond their length."
+            f"heads: streams of {tuple(first)} and {tuple(stream.heads.shape)} must agree in all but their length."
         )
     width = heads * head_dim if across_heads else head_dim
     if stream.weight is not None and tuple(stream.weight.shape) != (width,):

@@ -43,17 +43,21 @@ class RowIntervals:
                 raise ValueError(f"RowIntervals: {name} must have shape [B or 1, Nq], not {tuple(bound.shape)}.")
         if self.start.shape[1] != self.end.shape[1] or not _broadcasts(self.start.shape[0], self.end.shape[0]):
             raise ValueError(
-                f"RowIntervals: start {tuple(self.start.shape)} and end {tuple(self.end.shape)} differ in rows."
+                f"RowIntervals: start {tuple(self.start.shape)} and end {tuple(self.end.shape)} differ in rows; "
+                "they need the same Nq, and batches that are equal or 1."
             )
         if self.key_mask is not None:
-            if self.key_mask.dtype != torch.bool:
-                raise TypeError(f"RowIntervals: key_mask must be bool [B or 1, Nkv], not {self.key_mask.dtype}.")
+            if not isinstance(self.key_mask, Tensor) or self.key_mask.dtype != torch.bool:
+                given = self.key_mask.dtype if isinstance(self.key_mask, Tensor) else type(self.key_mask).__name__
+                raise TypeError(f"RowIntervals: key_mask must be bool [B or 1, Nkv], not {given}.")
             if self.key_mask.dim() != 2:
                 raise ValueError(
                     f"RowIntervals: key_mask must have shape [B or 1, Nkv], not {tuple(self.key_mask.shape)}."
                 )
-        if self.bias is not None and not self.bias.dtype.is_floating_point:
-            raise TypeError(f"RowIntervals: bias must be floating point, not {self.bias.dtype}.")
+        bias = self.bias
+        if bias is not None and not (isinstance(bias, Tensor) and bias.dtype.is_floating_point):
+            given = bias.dtype if isinstance(bias, Tensor) else type(bias).__name__
+            raise TypeError(f"RowIntervals: bias must be floating point, not {given}.")
         for name in ("end", "key_mask", "bias"):
             tensor = getattr(self, name)
             if tensor is not None and tensor.device != self.start.device:
@@ -94,8 +98,10 @@ class RowIntervals:
 
         `lower_right` aligns the last row with the last key instead of the first row with the first key.
         """
-        if window < 1:
-            raise ValueError(f"RowIntervals.sliding_window: window={window} is not allowed; use a whole number from 1.")
+        if not isinstance(window, (int, torch.SymInt)) or window < 1:
+            raise ValueError(
+                f"RowIntervals.sliding_window: window={window!r} is not allowed; use a whole number from 1."
+            )
         return cls._diagonal(q_len, kv_len, kv_len - q_len if lower_right else 0, window, causal, device)
 
     @classmethod
@@ -128,6 +134,15 @@ class RowIntervals:
         causal and window (left, right; -1 is unbounded) are aligned to the bottom right of each document, as flash_attn
         defines them. Rows after the last document see nothing.
         """
+        for name, offsets in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+            if not isinstance(offsets, Tensor) or offsets.dim() != 1:
+                given = tuple(offsets.shape) if isinstance(offsets, Tensor) else type(offsets).__name__
+                raise TypeError(f"RowIntervals.packed: {name} must be a one-dimensional integer tensor, not {given}.")
+        if cu_seqlens_q.shape != cu_seqlens_k.shape:
+            raise ValueError(
+                f"RowIntervals.packed: cu_seqlens_q has {cu_seqlens_q.shape[0]} entries and cu_seqlens_k "
+                f"{cu_seqlens_k.shape[0]}; each document needs one in both."
+            )
         if cu_seqlens_q.shape[0] < 2:
             return cls.full(q_len, 0, cu_seqlens_q.device)
         row = torch.arange(q_len, dtype=torch.int32, device=cu_seqlens_q.device)

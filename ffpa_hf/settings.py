@@ -6,6 +6,7 @@ Read once at import into one frozen object; tests replace it with `override`. Kn
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
@@ -58,7 +59,7 @@ VARIABLES: tuple[tuple[str, str, str], ...] = (
     ),
     ("FFPA_ALLOW_UNQUALIFIED", "allow_unqualified", "1: run kernels that never ran on this kind of GPU"),
     ("FFPA_DEFAULT_BACKEND", "default_backend", "a backend that auto tries first, where it can serve the call"),
-    ("FFPA_LOG", "log", "error: no fallback warnings; warning (default); debug: every plan is printed"),
+    ("FFPA_LOG", "log", "error: no warnings of ffpa_hf; warning (default); debug: every plan is printed, too"),
     ("FFPA_CACHE_DIR", "cache_dir", "where this user's verdicts, tuned tables and compiled kernels are kept"),
     ("TRITON_INTERPRET", "triton_interpret", "1: Triton kernels run on the CPU in Triton's interpreter (tests)"),
 )
@@ -86,6 +87,15 @@ _current = from_environment()
 def current() -> Settings:
     """The settings in force."""
     return _current
+
+
+def silenced() -> bool:
+    """Whether warnings of ours are to stay unsaid (FFPA_LOG=error); errors are raised all the same."""
+    return _current.log == "error"
+
+
+# What patches of diffusers have to say goes through logging, as diffusers' own does.
+logging.getLogger("ffpa_hf").addFilter(lambda record: record.levelno >= logging.ERROR or not silenced())
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import os
 import re
 import shlex
 import shutil
@@ -383,3 +384,46 @@ def test_unqualified_kernels_name_the_selftest():
     assert "the … kernels are not qualified here" in messages()
     with settings.override(allow_unqualified=False), pytest.raises(RuntimeError, match="not qualified here.*selftest"):
         planned(made, backend="triton")
+
+
+def test_nothing_is_said_under_ffpa_log_error(tmp_path):
+    """In a process of its own: a fallback, a model without our interface, weights asked for, an unsafe cache folder."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("diffusers")
+    program = """
+import sys, torch, transformers, diffusers, ffpa_hf
+from ffpa_hf.kernels import compile_cache
+q = torch.zeros(1, 2, 600, 64)
+ffpa_hf.ffpa_attn_func(q.half(), q.half(), q.half(), backend="triton")
+sizes = dict(vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+config = transformers.LlamaConfig(**sizes, num_key_value_heads=1, pad_token_id=0)
+model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="ffpa")
+model(torch.ones(1, 4, dtype=torch.long), output_attentions=True)
+net = diffusers.UNet2DModel(
+    sample_size=8, block_out_channels=(8, 8), norm_num_groups=4, layers_per_block=1,
+    down_block_types=("DownBlock2D",) * 2, up_block_types=("UpBlock2D",) * 2, add_attention=False,
+)
+net.set_attention_backend("ffpa")  # does nothing, and says so
+import pathlib
+folder = pathlib.Path(sys.argv[1]); folder.chmod(0o777)
+assert compile_cache.get("key", lambda: b"kernel", folder) == b"kernel"
+"""
+    said = {}
+    for level in ("error", "warning"):
+        done = subprocess.run(
+            [sys.executable, "-c", program, str(tmp_path)],
+            env={
+                **os.environ,
+                "FFPA_LOG": level,
+                "TRITON_INTERPRET": "0",
+                "CUDA_VISIBLE_DEVICES": "",
+                "TQDM_DISABLE": "1",
+            },
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        said[level] = done.stderr
+    for text in ("SDPA runs instead of triton", "output_attentions", "set_attention_backend", "is not used to keep"):
+        assert text in said["warning"] and text not in said["error"], text

@@ -67,7 +67,7 @@ def test_a_two_sided_window_shows_keys_closer_than_the_window(rows, keys, window
     assert_is(RowIntervals.sliding_window(rows, keys, window, causal=False, lower_right=lower_right), expected)
 
 
-@pytest.mark.parametrize("window", [0, -1])
+@pytest.mark.parametrize("window", [0, -1, 2.5, None])
 def test_a_window_of_nothing_raises(window):
     with pytest.raises(ValueError, match=f"window={window}"):
         RowIntervals.sliding_window(4, 4, window)
@@ -378,13 +378,28 @@ INT = torch.zeros(1, 4, dtype=torch.int32)
         ((INT.expand(2, 4), INT.expand(3, 4)), ValueError, "differ in rows"),
         ((INT, INT, torch.zeros(1, 4)), TypeError, "key_mask must be bool"),
         ((INT, INT, torch.zeros(4, dtype=torch.bool)), ValueError, "key_mask must have shape"),
+        ((INT, INT, [[True] * 4]), TypeError, "key_mask must be bool .*not list"),
         ((INT, INT, None, torch.zeros(4, 4, dtype=torch.bool)), TypeError, "bias must be floating"),
+        ((INT, INT, None, 0.5), TypeError, "bias must be floating point, not float"),
         ((INT, INT.to("meta")), ValueError, "end is on meta"),
     ],
 )
 def test_wrong_parts_raise_where_the_mask_is_made(arguments, error, text):
     with pytest.raises(error, match=text):
         RowIntervals(*arguments)
+
+
+@pytest.mark.parametrize(
+    "offsets, error, text",
+    [
+        (([0, 4], INT[0]), TypeError, "cu_seqlens_q must be a one-dimensional integer tensor, not list"),
+        ((INT[0], INT), TypeError, r"cu_seqlens_k must be .*not \(1, 4\)"),
+        ((INT[0], INT[0, :2]), ValueError, "4 entries and cu_seqlens_k 2"),
+    ],
+)
+def test_offsets_that_make_no_pack_raise(offsets, error, text):
+    with pytest.raises(error, match=text):
+        RowIntervals.packed(*offsets, 4)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+from ffpa_hf import settings
 from ffpa_hf.kernels.tuning import store
 
 #: How long another process may take to compile the same kernel before this one compiles it too.
@@ -58,7 +59,10 @@ def get(key: str, build: Callable[[], bytes], folder: Path | None = None) -> byt
         return found
     problem = store.made(folder)
     if problem is not None:
-        _warn(f"{folder} is not used to keep compiled kernels: {problem}.")
+        _warn(
+            f"{folder} is not used to keep compiled kernels: {problem}. Every process compiles its own; "
+            "FFPA_CACHE_DIR names another folder."
+        )
         return build()
 
     import filelock
@@ -94,13 +98,16 @@ def _write(path: Path, payload: bytes) -> None:
                 os.unlink(temporary)
             raise
     except OSError as error:
-        _warn(f"a compiled kernel could not be kept in {path.parent}: {error.strerror or error}.")
+        _warn(
+            f"a compiled kernel could not be kept in {path.parent}: {error.strerror or error}. It runs, and the next "
+            "process compiles it again; FFPA_CACHE_DIR names another folder."
+        )
 
 
 _warned: set[str] = set()
 
 
 def _warn(text: str) -> None:
-    if text not in _warned:
+    if text not in _warned and not settings.silenced():
         _warned.add(text)
         warnings.warn(text, RuntimeWarning, stacklevel=3)

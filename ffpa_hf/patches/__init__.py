@@ -16,6 +16,7 @@ from typing import Any
 
 import wrapt
 
+from ffpa_hf import settings
 from ffpa_hf.backends import Backend
 from ffpa_hf.dispatch import Route
 from ffpa_hf.patches import attention_classes
@@ -61,7 +62,12 @@ def _on_import(library: str, _: Any) -> None:
     try:
         _patch(library).register()
     except Exception as problem:  # importing transformers or diffusers must not fail for us
-        warnings.warn(f"ffpa_hf could not offer itself to {library}: {type(problem).__name__}: {problem}", stacklevel=2)
+        if not settings.silenced():
+            warnings.warn(
+                f"ffpa_hf could not offer itself to {library} ({type(problem).__name__}: {problem}). The name 'ffpa' "
+                f"is missing there, ffpa_hf.ffpa_attn_func works. Does ffpa_hf support this release of {library}?",
+                stacklevel=2,
+            )
 
 
 def _patch(library: str) -> Any:

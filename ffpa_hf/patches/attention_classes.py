@@ -15,6 +15,7 @@ from typing import Any
 import wrapt
 from torch.nn import Module
 
+from ffpa_hf import settings
 from ffpa_hf.report import not_accelerated
 
 #: The name users write; it must not contain "flash", "/" or "|", which transformers treats as kernel names.
@@ -88,7 +89,7 @@ class _Native:
         self.said = False
 
     def __call__(self, *arguments: Any, **options: Any) -> Module:
-        if not self.said:
+        if not self.said and not settings.silenced():
             self.said = True
             warnings.warn(
                 f"ffpa_hf: {self.own.__name__} computes its attention itself, not through transformers' attention "

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from ffpa_hf import settings
 from ffpa_hf.dispatch import Route
 from ffpa_hf.functional import attend
 from ffpa_hf.masks import RowIntervals
@@ -231,7 +232,7 @@ class _Mask:
         if mask.shape[2] != q_len or mask.shape[3] != kv_len:
             raise ValueError(
                 f"attention_mask describes {mask.shape[2]} queries and {mask.shape[3]} keys; the attention has {q_len} "
-                f"and {kv_len}."
+                f"and {kv_len}. Was it made for another call, or for a cache of another length?"
             )
         rows = unwrap(mask)
         if mask.kind == "causal" and rows.key_mask is None:
@@ -474,7 +475,7 @@ _warned: set[str] = set()
 
 
 def _warn_once(topic: str, message: str) -> None:
-    if torch.compiler.is_compiling() or topic in _warned:
+    if torch.compiler.is_compiling() or topic in _warned or settings.silenced():
         return
     _warned.add(topic)
     warnings.warn(f"ffpa_hf: {message}", stacklevel=4)

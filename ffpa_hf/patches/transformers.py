@@ -17,6 +17,7 @@ from typing import Any
 
 from torch.nn import Module
 
+from ffpa_hf import settings
 from ffpa_hf.dispatch import Route
 from ffpa_hf.patches import attention_classes
 from ffpa_hf.patches.attention_interface import NAME, ffpa_attention_forward, ffpa_mask
@@ -43,7 +44,7 @@ def register() -> None:
     if all(before[registry] is function for registry, function in ours.items()):
         return
     foreign = [entry for registry, entry in before.items() if entry is not _ABSENT and entry is not ours[registry]]
-    if foreign:
+    if foreign and not settings.silenced():
         names = ", ".join(f"{entry.__module__}.{getattr(entry, '__qualname__', entry)}" for entry in foreign)
         warnings.warn(
             f'ffpa_hf: another package registered attn_implementation="{NAME}" with transformers ({names}); it is '
@@ -115,7 +116,7 @@ def owns(obj: Any) -> bool:
     return isinstance(obj, Module) and any(isinstance(module, PreTrainedModel) for module in obj.modules())
 
 
-def enable(obj: Module, route: Route, *, towers: bool = False) -> None:
+def enable(obj: Module, route: Route, *, towers: bool = False, **more: Any) -> None:
     """Switch a model's attention to "ffpa", computed by `route`; only this model changes.
 
     Models that were built on one and the same config object share its switch: the last one disabled turns it off.
@@ -124,11 +125,14 @@ def enable(obj: Module, route: Route, *, towers: bool = False) -> None:
     dims are small, they gain nothing. Sub-models whose attention does not go through transformers' interface always
     keep what they had. `ffpa_hf.report(obj)` names both.
 
-    Raises ValueError where no attention of the model goes through that interface, RuntimeError where "ffpa" is not
-    registered with transformers or is someone else's.
+    Raises TypeError for an unknown option, ValueError where no attention of the model goes through that interface,
+    RuntimeError where "ffpa" is not registered with transformers or is someone else's.
     """
     from transformers import PreTrainedModel
 
+    if more:
+        known = "backend, forward_backend, backward_backend, strict, towers"
+        raise TypeError(f"enable has no option {', '.join(map(repr, more))} for transformers models; it has {known}.")
     seen = _seen()
     if any(seen[registry] is not function for registry, function in _ours().items()):
         raise RuntimeError(

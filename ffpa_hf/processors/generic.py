@@ -127,6 +127,9 @@ def _dense(mask: RowIntervals, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return zeros.masked_fill_(~keep, -torch.inf).expand(tokens.shape[0], -1, -1)
 
 
+_ignored: set[tuple[str, str]] = set()
+
+
 def _without_strangers(slot: Slot, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Drop what only our signature names, as diffusers' modules drop what a processor's signature does not name."""
     kept = {}
@@ -134,7 +137,9 @@ def _without_strangers(slot: Slot, kwargs: dict[str, Any]) -> dict[str, Any]:
         if name in slot.accepts or not signature.names(name):
             kept[name] = value
         elif value is not None and name not in _QUIET and not torch.compiler.is_compiling():
-            logger.warning("%s does not take %s; it is ignored, as diffusers does.", slot.class_name, name)
+            if (slot.class_name, name) not in _ignored:  # once: a sampler calls each module at every step
+                _ignored.add((slot.class_name, name))
+                logger.warning("%s does not take %s; it is ignored, as diffusers does.", slot.class_name, name)
     return kept
 
 

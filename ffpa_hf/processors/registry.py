@@ -189,7 +189,8 @@ def _add_to_models(module: Any, steps: list[Callable[[], None]]) -> None:
         modules = _processor_modules(self)
         if isinstance(processor, dict) and len(processor) != len(modules):
             raise ValueError(
-                f"{len(processor)} processors were given; {type(self).__name__} has {len(modules)} attention modules."
+                f"{len(processor)} processors were given; {type(self).__name__} has {len(modules)} attention modules. "
+                "Give one processor for all of them, or a dict keyed as attn_processors is."
             )
         if not modules:
             logger.warning(

@@ -457,6 +457,13 @@ def test_a_copy_of_an_enabled_model_can_be_disabled():
     assert model.model.layers[0].self_attn._ffpa_route == Route("sdpa")
 
 
+def test_an_option_of_diffusers_is_refused_by_name():
+    model = tiny.model("llama")
+    with pytest.raises(TypeError, match="no option 'fuse_qkv' for transformers models; it has backend.*towers"):
+        ffpa_hf.enable(model, fuse_qkv=True)
+    assert not ffpa_hf.report(model).rows and model.config._attn_implementation == "eager"
+
+
 def test_enabled_is_a_block():
     model = tiny.model("llama", "eager")
     with pytest.raises(KeyError), ffpa_hf.enabled(model):
@@ -560,7 +567,7 @@ def test_models_that_cannot_be_served_are_refused():
         ffpa_hf.enable(model)
     with pytest.raises(TypeError):
         ffpa_hf.enable(torch.nn.Linear(2, 2))
-    with pytest.raises(TypeError, match="unexpected"):
+    with pytest.raises(TypeError, match="no option .twoers. for transformers"):
         ffpa_hf.enable(tiny.model("llama"), twoers=True)
 
 

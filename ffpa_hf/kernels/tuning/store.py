@@ -132,7 +132,7 @@ def update(name: str, change: Callable[[dict[str, Any]], None], directory: Path 
     directory = directory or config_dir()
     problem = made(directory)
     if problem is not None:
-        raise UnsafeDirectory(f"{directory} is not used: {problem}.")
+        raise UnsafeDirectory(f"{directory} is not used: {problem}. FFPA_CACHE_DIR names another folder.")
     path = directory / name
     lock = filelock.FileLock(str(path) + ".lock", timeout=_LOCK_SECONDS)
     try:
