@@ -213,7 +213,7 @@ def attend(
 
     varlen: `attn_mask` are the intervals of packed sequences, which SDPA then works off in chunks, not as a dense mask.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():  # sizes are symbols, and nothing runs yet
         planned = _planned(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, softcap, sinks, return_lse, varlen,
             route,
@@ -284,6 +284,8 @@ def _name_of(
     device = query.device
     if device.type == "meta" or torch.is_autocast_enabled(device.type):
         return None
+    if not _is_dense(query) or not _is_dense(key) or not _is_dense(value):
+        return None
     needs_grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     return (
         query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype, device, key.device, value.device,
@@ -334,8 +336,10 @@ def _prepare(
     query, key, value = _check_tensors(query, key, value)
     if not 0.0 <= dropout_p <= 1.0:
         raise ValueError(f"dropout_p={dropout_p} is not allowed; use 0 <= dropout_p <= 1.")
-    if softcap is not None and not softcap > 0.0:
-        raise ValueError(f"softcap={softcap} is not allowed; use a number above 0, or None for no cap.")
+    if softcap is not None and not 0.0 < softcap < math.inf:
+        raise ValueError(f"softcap={softcap} is not allowed; use a finite number above 0, or None for no cap.")
+    if scale is not None and not -math.inf < scale < math.inf:
+        raise ValueError(f"scale={scale} is not allowed; use a finite number, or None for 1 / sqrt(head_dim).")
     rank = query.dim()
     if rank in (2, 3):
         lead = (None,) * (4 - rank)  # three dimensions are heads first, as F.sdpa counts them
@@ -466,6 +470,9 @@ def _check_tensors(query: Any, key: Any, value: Any) -> tuple[Tensor, Tensor, Te
         given = {"query": query, "key": key, "value": value}
         name, other = next((name, other) for name, other in given.items() if not isinstance(other, Tensor))
         raise TypeError(f"{name} must be a tensor, not {type(other).__name__}.")
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not _is_dense(tensor):
+            _refuse_layout(name, tensor)
     if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
         query, key, value = _one_rank(query, key, value)
     if query.device != key.device or query.device != value.device:
@@ -487,7 +494,24 @@ def _check_tensors(query: Any, key: Any, value: Any) -> tuple[Tensor, Tensor, Te
         )
     if not query.dtype.is_floating_point:
         raise TypeError(f"query must be floating point, not {query.dtype}.")
+    if query.dtype.itemsize == 1:
+        raise TypeError(
+            f"query is {query.dtype}: 8-bit inputs are not taken. Give float16 or bfloat16; "
+            "CUDABackend(enable_fp8=True) quantises them itself."
+        )
     return query, key, value
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_nested
+
+
+def _refuse_layout(name: str, tensor: Tensor) -> None:
+    if tensor.is_nested:
+        raise TypeError(
+            f"{name} is a nested tensor; pack its sequences and call ffpa_attn_varlen_func with their offsets."
+        )
+    raise TypeError(f"{name} has layout {tensor.layout}; a dense (strided) tensor is needed.")
 
 
 def _one_rank(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:

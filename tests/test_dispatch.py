@@ -822,6 +822,7 @@ def test_a_wrong_call_stays_wrong_after_a_right_one(looked_at):
     for wrong, error in (
         ((query, key[..., :32], value), ValueError), ((query, key, value.double()), TypeError),
         ((query, key.numpy(force=True), value), TypeError), ((query, *qkv(kv_heads=1)[1:]), None),
+        ((query, key.to_sparse(), value), TypeError),
     ):  # fmt: skip
         with pytest.raises(error) if error else contextlib.nullcontext():
             ffpa_attn_func(*wrong)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ffpa_hf
-from ffpa_hf import CUDABackend, CuTeDSLBackend, RowIntervals, SDPABackend, TritonBackend, ops
+from ffpa_hf import CUDABackend, CuTeDSLBackend, RowIntervals, SDPABackend, TritonBackend, ffpa_attn_func, ops
 from ffpa_hf.ops import decode, encode
 
 every_kernel = pytest.mark.parametrize("backend", KERNELS)
@@ -376,3 +376,9 @@ def test_a_cold_compile_of_the_whole_graph_runs_both_ways_and_recompiles_at_most
     # Only the plain calls are counted, three of them; compiled ones add nothing to the hot path.
     name, calls = done.stdout.split("COUNTED {")[1].strip(" }\n").split(": ")
     assert calls == "3" and (backend == "auto" or name == f"'{backend}'")
+
+
+def test_a_traced_call_is_the_attention_of_other_inputs_too():
+    example, other = (tuple(torch.randn(1, 2, 6, 64, device=DEVICE) for _ in range(3)) for _ in range(2))
+    traced = torch.jit.trace(lambda query, key, value: ffpa_attn_func(query, key, value, is_causal=True), example)
+    torch.testing.assert_close(traced(*other), torch.nn.functional.scaled_dot_product_attention(*other, is_causal=True))
