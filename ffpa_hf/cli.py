@@ -45,12 +45,22 @@ def main() -> None:
     app(prog_name="ffpa-hf")
 
 
-def _console() -> Any:
-    """Standard output; wide enough for the tables where it is a file or a pipe."""
+def _console(stderr: bool = False) -> Any:
+    """Standard output, or the error stream where JSON goes to the former; wide enough for tables in a file or pipe."""
     from rich.console import Console
 
-    console = Console()
-    return console if console.is_terminal else Console(width=_PIPE_WIDTH)
+    console = Console(stderr=stderr)
+    return console if console.is_terminal else Console(stderr=stderr, width=_PIPE_WIDTH)
+
+
+#: The option that every command has whose outcome another program may want to read.
+Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output, all else on the error stream.")]
+
+
+def _print_json(content: Any) -> None:
+    import json
+
+    print(json.dumps(content, indent=1, allow_nan=False, default=str))
 
 
 # --- info -------------------------------------------------------------------------------------------------------------
@@ -281,7 +291,9 @@ def _device(name: str | None) -> torch.device:
 
 @app.command()
 def bench(
-    files: Annotated[list[Path] | None, typer.Argument(help="Results files, for --merge; nothing is timed.")] = None,
+    files: Annotated[
+        list[Path] | None, typer.Argument(help="Results files to merge, compare, draw or show; nothing is timed.")
+    ] = None,
     cases: Annotated[str, typer.Option(help="Sets, case ids or globs, by commas.")] = "",
     providers: Annotated[str, typer.Option(help="Providers by commas; default: all that can be imported.")] = "",
     directions: Annotated[str, typer.Option(help="fwd, bwd, fwd+bwd by commas; default: each case's own.")] = "",
@@ -297,6 +309,11 @@ def bench(
     ] = False,
     e2e: Annotated[bool, typer.Option("--e2e", help="Whole models with random weights, sdpa against ours.")] = False,
     merge: Annotated[bool, typer.Option("--merge", help="Make one file of FILES, parts of one run.")] = False,
+    compare: Annotated[Path | None, typer.Option(help="Older results to compare with; exit 1 where worse.")] = None,
+    threshold: Annotated[float, typer.Option(help="Percent of time that --compare allows.")] = 5.0,
+    plot: Annotated[Path | None, typer.Option(help="Folder for plots as SVG.")] = None,
+    html: Annotated[Path | None, typer.Option(help="File for one HTML page with plots and rows.")] = None,
+    as_json: Json = False,
     list_: Annotated[bool, typer.Option("--list", help="List cases and providers, and stop.")] = False,
 ) -> None:
     """Time our kernels beside F.sdpa and the installed peers, all in one run; keep the numbers as JSON.
@@ -309,10 +326,12 @@ def bench(
     from ffpa_hf.bench import cases as table
     from ffpa_hf.bench import providers as field
 
-    if merge or files:
-        if not merge:
-            raise typer.BadParameter("results files are for --merge.", param_hint="FILES")
-        cli_results.merge(files or [], name, output)
+    wanted = cli_results.Wanted(plot, html, compare, threshold, as_json)
+    wanted.check()
+    if merge:
+        files = [cli_results.merge(files or [], name, output)]
+    if files:
+        cli_results.show(files, wanted, _console(stderr=as_json))
         return
     if list_:
         (_list_end_to_end if e2e else _list_bench)(_console())
@@ -326,15 +345,15 @@ def bench(
     if e2e:
         if directions:
             raise typer.BadParameter("a model's job has its own directions.", param_hint="--directions")
-        _bench_end_to_end(_words(cases), _words(providers), name, output, target, seconds or 2.0, minutes)
+        _bench_end_to_end(_words(cases), _words(providers), name, output, target, seconds or 2.0, minutes, wanted)
         return
-    wanted = _words(cases) or (["kernel"] if target.type == "cuda" else ["cpu_smoke"])
+    sets = _words(cases) or (["kernel"] if target.type == "cuda" else ["cpu_smoke"])
     if check_auto and not cases:
-        wanted = ["sweep" if target.type == "cuda" else "sweep_tiny"]
+        sets = ["sweep" if target.type == "cuda" else "sweep_tiny"]
     try:
-        chosen = table.select(wanted)
+        chosen = table.select(sets)
         if check_auto or all(case.id.startswith("sweep_") for case in chosen):
-            tuning.bench_sweep(chosen, _words(providers), name, output, target, seconds, minutes, check_auto)
+            tuning.bench_sweep(chosen, _words(providers), name, output, target, seconds, minutes, check_auto, wanted)
             return
         runners = field.select(_words(providers), target)
     except ValueError as problem:
@@ -360,7 +379,7 @@ def bench(
             on_step=on_step,
             on_case=on_case,
         )
-    _end_bench(gathered, path, [case.id for case in left])
+    _end_bench(gathered, path, [case.id for case in left], wanted)
 
 
 def _bench_end_to_end(
@@ -371,6 +390,7 @@ def _bench_end_to_end(
     device: torch.device,
     seconds: float,
     minutes: float | None,
+    wanted: cli_results.Wanted,
 ) -> None:
     """`bench --e2e`: also writes where the time went, beside the results, as `<results>-profile.json`."""
     from dataclasses import asdict
@@ -400,7 +420,7 @@ def _bench_end_to_end(
         for case, runs in profiles.items()
     }
     write_json(path.with_name(f"{path.stem}-profile.json"), {"command": gathered.command, "longest": kernels})
-    _end_bench(gathered, path, [case.id for case in left])
+    _end_bench(gathered, path, [case.id for case in left], wanted)
     if end_to_end.wrong(gathered.rows):
         raise typer.Exit(1)
 
@@ -418,17 +438,18 @@ def _new_results(device: torch.device) -> Results:
     )
 
 
-def _end_bench(gathered: Results, path: Path, left: list[str]) -> None:
-    """Keep and print what was measured; exit code 1 where that is nothing."""
+def _end_bench(gathered: Results, path: Path, left: list[str], wanted: cli_results.Wanted) -> None:
+    """Keep and print what was measured, and make what else is wanted; exit code 1 where nothing was measured."""
     from ffpa_hf.bench import results as records
 
     gathered.write(path)
-    out = _console()
+    out = _console(stderr=wanted.json)
     out.print(records.table(gathered))
     out.print(f"matrix products {gathered.matmul_tflops:.1f} TFLOP/s, copies {gathered.copy_tb_s:.2f} TB/s")
     if left:
         out.print(f"no time left for {len(left)} cases: {', '.join(left)}")
     out.print(f"results: {path}", soft_wrap=True)
+    cli_results.finish([(path.stem, gathered)], wanted, out)
     if all(row.ms is None for row in gathered.rows):
         raise typer.Exit(1)
 

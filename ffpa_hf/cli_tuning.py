@@ -14,11 +14,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ffpa_hf import cli_results
+
 if TYPE_CHECKING:
     import torch
 
     from ffpa_hf.bench.cases import Case
     from ffpa_hf.call import AttentionCall
+    from ffpa_hf.cli_results import Wanted
     from ffpa_hf.kernels.tuning.tiles import Bucket
 
 _SWEEP_SECONDS = 0.2
@@ -37,6 +40,7 @@ def bench_sweep(
     seconds: float | None,
     minutes: float | None,
     check: bool,
+    wanted: Wanted,
 ) -> None:
     """`bench --cases sweep` and `bench --check-auto`: write the results file, print the table, list auto's losers."""
     from ffpa_hf import cli
@@ -56,14 +60,14 @@ def bench_sweep(
     path = output / records.file_name(gathered, default if name == "bench" else name)
     begin = time.monotonic()
     left = _run_sweep(cases, timed, gathered, device, (seconds or _SWEEP_SECONDS) / 2, minutes, path)
-    out = cli._console()
+    out = cli._console(stderr=wanted.json)
     out.print(sweep.table(gathered))
     out.print(f"{len(cases) - len(left)} cases in {time.monotonic() - begin:.0f} s; results: {path}", soft_wrap=True)
     if left:
         out.print(f"no time left for {len(left)} cases: {', '.join(case.id for case in left)}")
-    if not any(row.ms is not None for row in gathered.rows):
-        raise typer.Exit(1)
-    if check and _print_losers(gathered.rows, out):
+    lost = check and _print_losers(gathered.rows, out)
+    cli_results.finish([(path.stem, gathered)], wanted, out)
+    if lost or not any(row.ms is not None for row in gathered.rows):
         raise typer.Exit(1)
 
 

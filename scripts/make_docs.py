@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from ffpa_hf import backends, settings
-from ffpa_hf.bench import results, summary
+from ffpa_hf.bench import plots, results, summary
 from ffpa_hf.bench.summary import table
 from ffpa_hf.call import AttentionCall
 from ffpa_hf.kernels import cuda, cute, qualification, sdpa, triton
@@ -163,6 +163,12 @@ def bench_results() -> list[tuple[Path, dict[str, Any]]]:
     return sorted(found, key=lambda each: each[1]["date"], reverse=True)
 
 
+def plots_of(path: Path) -> list[Path]:
+    """The plots that were drawn of a results file, in a fixed order."""
+    drawn = [ROOT / "docs" / "plots" / f"{path.stem}-{kind.name}.svg" for kind in plots.KINDS]
+    return [each for each in drawn if each.exists()]
+
+
 def performance() -> str:
     """One section for each results file: where and how it was made, then time and speed of every row."""
     parts = []
@@ -176,6 +182,7 @@ def performance() -> str:
             f"{content['device']}, {content['date'][:10]}; {used}."
             + (f" A plain bf16 matrix product in the same run: {ceiling:.0f} TFLOP/s." if ceiling else ""),
             "\n".join(["```console", *(f"$ {line}" for line in content["command"].splitlines()), "```"]),
+            *(f"![{each.stem}](plots/{each.name})" for each in plots_of(path)),
             _measured_rows(content["rows"]),
         ]
         parts.append("\n\n".join(lines))

@@ -117,11 +117,15 @@ def models(runs: Iterable[Results]) -> tuple[str, list[Results]]:
     return table(["whole model", *(TITLES.get(name, name) for name in names), "ours against SDPA"], lines), used
 
 
-def _providers(blocks: Iterable[dict[str, Row]]) -> list[str]:
-    """Every provider that was timed: those with a title in the titles' order, then the others by name."""
-    timed = {name for rows in blocks for name in rows}
+def provider_order(name: str) -> tuple[int, str]:
+    """Sorts providers: those with a title in the titles' order, then the others by name."""
     order = list(TITLES)
-    return sorted(timed, key=lambda name: (order.index(name) if name in order else len(order), name))
+    return (order.index(name) if name in order else len(order)), name
+
+
+def _providers(blocks: Iterable[dict[str, Row]]) -> list[str]:
+    """Every provider that was timed, sorted."""
+    return sorted({name for rows in blocks for name in rows}, key=provider_order)
 
 
 def _case_title(case: cases.Case) -> str:

@@ -1,17 +1,22 @@
-"""Results files: merged, read back, and turned into README's tables. Nothing is timed."""
+"""Results files: merged, compared, read back, and turned into tables, plots and a page."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
+import re
+import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from ffpa_hf.bench import cases, results, summary
+from ffpa_hf.bench import cases, plots, results, summary
 from ffpa_hf.bench.results import Results, Row
 from ffpa_hf.cli import app
 
+ROOT = Path(__file__).parents[2]
 VERSIONS = {"torch": "2.11.0", "triton": "3.6.0"}
 
 
@@ -34,7 +39,7 @@ def pair(case="d512_self_8k", direction="fwd", sdpa=30.0, ours=8.0, provider="ff
 def invoke(*arguments, code=0):
     done = CliRunner().invoke(app, [str(each) for each in arguments], prog_name="ffpa-hf")
     assert done.exit_code == code, done.output
-    return done.output
+    return done.output if code < 2 else " ".join(re.sub("[│─╭╮╰╯]", " ", done.output).split())
 
 
 # --- merge ------------------------------------------------------------------------------------------------------------
@@ -86,16 +91,19 @@ def test_runs_that_are_not_of_one_machine_are_refused(tmp_path, change, named):
         results.merge([])
 
 
+def test_files_alone_are_shown(files):
+    assert "d512_self_8k" in invoke("bench", *files(a=run_of(*pair())))
+
+
 def test_merge_names_the_wrong_file(tmp_path):
     good = tmp_path / "good.json"
     run_of(*pair()).write(good)
     assert "two or more" in invoke("bench", "--merge", good, code=2)
-    assert "--merge" in invoke("bench", good, code=2)
     assert "nowhere.json" in invoke("bench", "--merge", good, tmp_path / "nowhere.json", code=2)
     for content in ("", "[]", "{}", '{"rows": [{"check": 1}]}', json.dumps({"rows": 3})):
         bad = tmp_path / "bad.json"
         bad.write_text(content)
-        assert "no results file" in invoke("bench", "--merge", good, bad, code=2).replace("\n", " ")
+        assert "no results file" in invoke("bench", "--merge", good, bad, code=2)
 
 
 # --- README's tables --------------------------------------------------------------------------------------------------
@@ -141,3 +149,139 @@ def test_models_are_named_by_job_and_direction():
     assert "to the first token | 100 ms | **50 ms** | 2.0x |" in text and "each token after it" in text
     assert summary.models([run_of(*pair())]) == ("", []) == summary.kernels([run_of(*rows)])
     assert summary.kernels([]) == ("", [])
+
+
+# --- compare ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Writes runs under names and gives their paths."""
+
+    def write(**runs):
+        for name, run in runs.items():
+            run.write(tmp_path / f"{name}.json")
+        return [tmp_path / f"{name}.json" for name in runs]
+
+    return write
+
+
+def test_a_slower_row_is_marked_and_is_the_exit_code(files):
+    old, new = files(old=run_of(*pair(ours=8.0)), new=run_of(*pair(ours=8.6)))
+    assert "1 of 2 rows are worse by more than 5%" in invoke("bench", "--compare", old, new, code=1)
+    assert "0 of 2 rows" in invoke("bench", "--compare", old, new, "--threshold", "8")
+    assert "0 of 2 rows" in invoke("bench", "--compare", new, old)
+
+
+def test_a_row_that_was_timed_and_now_fails_is_worse(files):
+    failed = row("d512_self_8k", "fwd", "ffpa_hf/triton", None, note="out of memory")
+    old, new = files(old=run_of(*pair()), new=run_of(row("d512_self_8k", "fwd", "sdpa", 30.0, 30.0), failed))
+    output = invoke("bench", "--compare", old, new, code=1)
+    assert "WORSE" in output and "out of memory" in output
+    assert "0 of 2" in invoke("bench", "--compare", new, old), "what fails no more is no regress"
+
+
+def test_a_comparison_as_json_has_both_ratios_and_the_versions(files):
+    newer = run_of(*pair(sdpa=33.0, ours=8.0), versions={**VERSIONS, "triton": "3.7.0"})
+    old, new = files(old=run_of(*pair(sdpa=30.0, ours=8.0)), new=newer)
+    done = CliRunner().invoke(app, ["bench", "--json", "--compare", str(old), str(new)])
+    content = json.loads(done.stdout)
+    assert done.exit_code == 1 and content["device"] == "NVIDIA H200"
+    assert content["compare"]["versions"] == {"triton": ["3.6.0", "3.7.0"]} and content["compare"]["worse"] == 1
+    sdpa, ours = content["compare"]["rows"]
+    assert sdpa["worse"] and sdpa["speed"] == pytest.approx(30 / 33)
+    assert not ours["worse"] and (ours["old_times_sdpa"], ours["new_times_sdpa"]) == (30 / 8, 33 / 8)
+
+
+def test_what_cannot_be_compared_is_said(files, tmp_path):
+    old, new = files(old=run_of(*pair()), new=run_of(*pair("d640_self_4k")))
+    (other,) = files(other=run_of(*pair(), device="NVIDIA H100"))
+    assert "timed in both" in invoke("bench", "--compare", old, new, code=2)
+    assert "H100" in invoke("bench", "--compare", old, other, code=2)
+    assert "gone.json" in invoke("bench", "--compare", tmp_path / "gone.json", new, code=2)
+    assert "--threshold" in invoke("bench", "--compare", old, old, "--threshold", "-1", code=2)
+    assert "--threshold" in invoke("bench", "--compare", old, old, "--threshold", "nan", code=2)
+    assert "one new" in invoke("bench", "--compare", old, old, new, code=2)
+
+
+def test_a_run_can_be_compared_drawn_and_printed_as_json_at_once(tmp_path):
+    common = ("bench", "--cases", "cpu_self", "--providers", "sdpa", "--seconds", "0.01", "--device", "cpu", "--output")
+    invoke(*common, tmp_path / "first")
+    (old,) = (tmp_path / "first").iterdir()
+    more = ("--compare", old, "--threshold", "1e6", "--html", tmp_path / "page.html", "--json")
+    done = CliRunner().invoke(app, [str(each) for each in (*common, tmp_path / "second", *more)])
+    assert done.exit_code == 0, done.output
+    content = json.loads(done.stdout)
+    assert len(content["rows"]) == len(content["compare"]["rows"]) == 2
+    assert "cpu_self" in (tmp_path / "page.html").read_text()
+
+
+# --- plots and the page -----------------------------------------------------------------------------------------------
+
+
+def texts(svg):
+    return re.findall(r"<text [^>]*>([^<]*)</text>", svg)
+
+
+def test_plots_show_the_numbers_and_the_ceiling():
+    pytest.importorskip("matplotlib")
+    more = {"peak_gb": 1.25, "relative_error": 2e-3}
+    rows = [dataclasses.replace(each, **more) for each in pair()]
+    drawn = plots.draw(run_of(*rows, row("d512_self_8k", "fwd", "a <new> one", 10.0, 30.0)))
+    assert set(drawn) == {"speedup", "tflops", "memory", "error"}
+    assert {"3.75x", "3.00x", "d512_self_8k fwd", "ffpa_hf, Triton", "a &lt;new&gt; one"} <= set(
+        texts(drawn["speedup"])
+    )
+    assert "1.00x" not in texts(drawn["speedup"]), "SDPA is the line"
+    assert {"147", "550", "700", "PyTorch SDPA"} <= set(texts(drawn["tflops"]))
+    assert "1.25" in texts(drawn["memory"]) and "2.0e-03" in texts(drawn["error"])
+    for text in drawn.values():
+        assert "#000000" not in text and "fill: #ffffff" not in text, "unreadable on a dark or a light page"
+    assert plots.draw(run_of(*rows)) == plots.draw(run_of(*rows)), "the same results give the same bytes"
+
+
+def test_decoding_and_windows_have_no_bar_of_tflops():
+    pytest.importorskip("matplotlib")
+    drawn = plots.draw(run_of(*pair("d512_decode_8k"), *pair("d256_window1k_8k")))
+    assert set(drawn) == {"speedup"}
+    assert plots.draw(run_of()) == {}
+
+
+def test_committed_plots_are_those_of_the_committed_results():
+    pytest.importorskip("matplotlib")
+    expected = set()
+    for path in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
+        try:
+            run = results.load(path)
+        except ValueError:  # results of another kind
+            continue
+        for kind, text in plots.draw(run).items():
+            kept = ROOT / "docs" / "plots" / f"{path.stem}-{kind}.svg"
+            expected.add(kept)
+            command = f"ffpa-hf bench --plot docs/plots benchmarks/results/{path.name}"
+            assert kept.exists() and texts(kept.read_text()) == texts(text), command
+    assert expected and expected == set((ROOT / "docs" / "plots").iterdir())
+
+
+def test_plots_without_matplotlib_name_the_extra(files, tmp_path, monkeypatch):
+    (path,) = files(a=run_of(*pair()))
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "ffpa-hf[demo]" in invoke("bench", "--plot", tmp_path, path, code=2)
+    invoke("bench", "--html", tmp_path / "page.html", path)
+    assert "matplotlib is not installed" in (tmp_path / "page.html").read_text()
+
+
+def test_the_page_is_one_file_that_escapes_what_it_shows(files, tmp_path):
+    run = run_of(*pair(), command="ffpa-hf bench --name '<b>'")
+    run.rows[1].note = "<script>alert(1)</script>"
+    a, b = files(a=run, b=run_of(*pair()))
+    invoke("bench", "--html", tmp_path / "deep" / "page.html", a, b)
+    text = (tmp_path / "deep" / "page.html").read_text()
+    assert "<script" not in text and "&lt;script&gt;" in text and "&lt;b&gt;" in text
+    assert not re.search(r"(?:src|href)=[\"'](?!#)", text.replace("xlink:href", "href")), (
+        "loads something from elsewhere"
+    )
+    ids = re.findall(r'\bid="([^"]+)"', text)
+    assert len(ids) == len(set(ids)), "ids of the plots clash"
+    assert {each for each in re.findall(r'href="#([^"]+)"', text)} <= set(ids)
