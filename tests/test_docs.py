@@ -211,6 +211,7 @@ def test_the_site_builds_strictly(tmp_path):
     assert "Quick start" in home and 'href="../examples' not in home  # links out of the site became paths
     for page in DOCS.glob("*.md"):
         assert (tmp_path / ("" if page.stem == "index" else page.stem) / "index.html").exists()
+        assert page.stem == "index" or f'href="{page.stem}/"' in home, f"{page.name} is not in the navigation"
 
 
 def test_a_link_to_nothing_fails_the_site(tmp_path):
