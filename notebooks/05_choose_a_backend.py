@@ -167,7 +167,7 @@ environment = {**colors_off, "COLUMNS": "110", "FFPA_CACHE_DIR": "tables"}  # ta
 def run_command(*words):
     command = [sys.executable, "-m", "ffpa_hf", *words]
     done = subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    print(done.stdout.decode().strip())
+    print(done.stdout.decode().strip().replace(folder, "."))
 
 
 cases = "d512_1h_16k" if device == "cuda" else "cpu_gqa_causal"
