@@ -304,6 +304,7 @@ def bench(
         float | None, typer.Option(help="Sampling time per case and direction; default 2, in the sweep 0.2.")
     ] = None,
     minutes: Annotated[float | None, typer.Option(help="Begin no case later than this.")] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Processes that compile ahead; 1: none.")] = None,
     check_auto: Annotated[
         bool, typer.Option("--check-auto", help="Auto against F.sdpa over the sweep; every loser is listed.")
     ] = False,
@@ -353,7 +354,9 @@ def bench(
     try:
         chosen = table.select(sets)
         if check_auto or all(case.id.startswith("sweep_") for case in chosen):
-            tuning.bench_sweep(chosen, _words(providers), name, output, target, seconds, minutes, check_auto, wanted)
+            tuning.bench_sweep(
+                chosen, _words(providers), name, output, target, seconds, minutes, check_auto, wanted, jobs
+            )
             return
         runners = field.select(_words(providers), target)
     except ValueError as problem:
@@ -366,6 +369,7 @@ def bench(
         torch.cuda.set_device(target)
     gathered = _new_results(target)
     path = output / records.file_name(gathered, name)
+    spent = tuning.compile_ahead(chosen, ways or None, [each.name for each in runners], target, jobs)
     progress, on_step, on_case = _bench_progress(gathered, len(chosen), lambda: gathered.write(path))
     with progress:
         left = runner.run(
@@ -375,7 +379,7 @@ def bench(
             gathered,
             target,
             seconds=2.0 if seconds is None else seconds,
-            minutes=minutes,
+            minutes=None if minutes is None else max(0.0, minutes - spent),
             on_step=on_step,
             on_case=on_case,
         )

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _SWEEP_SECONDS = 0.2
 _MOST_JOBS = 14
+_WORTH_WORKERS = 4  # with fewer, starting processes takes longer than it saves
 
 
 # --- the sweep --------------------------------------------------------------------------------------------------------
@@ -41,6 +42,7 @@ def bench_sweep(
     minutes: float | None,
     check: bool,
     wanted: Wanted,
+    jobs: int | None = None,
 ) -> None:
     """`bench --cases sweep` and `bench --check-auto`: write the results file, print the table, list auto's losers."""
     from ffpa_hf import cli
@@ -59,7 +61,7 @@ def bench_sweep(
     default = "auto-check" if check else "sweep"
     path = output / records.file_name(gathered, default if name == "bench" else name)
     begin = time.monotonic()
-    left = _run_sweep(cases, timed, gathered, device, (seconds or _SWEEP_SECONDS) / 2, minutes, path)
+    left = _run_sweep(cases, timed, gathered, device, (seconds or _SWEEP_SECONDS) / 2, minutes, path, jobs)
     out = cli._console(stderr=wanted.json)
     out.print(sweep.table(gathered))
     out.print(f"{len(cases) - len(left)} cases in {time.monotonic() - begin:.0f} s; results: {path}", soft_wrap=True)
@@ -69,6 +71,20 @@ def bench_sweep(
     cli_results.finish([(path.stem, gathered)], wanted, out)
     if lost or not any(row.ms is not None for row in gathered.rows):
         raise typer.Exit(1)
+
+
+def compile_ahead(
+    cases: Sequence[Case], directions: Any, providers: Sequence[str], device: torch.device, jobs: int | None
+) -> float:
+    """Fill the caches of compiled kernels for a run of `bench`, in worker processes; the minutes it took."""
+    from ffpa_hf.bench import runner
+
+    begin = time.monotonic()
+    pairs = sum(not case.host for case in cases) * len(set(providers) & set(runner.COMPILED))
+    if device.type == "cuda" and pairs >= _WORTH_WORKERS:
+        work = (list(cases), directions, list(providers), str(device))
+        _in_workers(runner.warm, work, jobs, f"compiling {pairs} cases and providers")
+    return (time.monotonic() - begin) / 60
 
 
 def _run_sweep(

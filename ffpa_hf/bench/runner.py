@@ -12,7 +12,7 @@ import statistics
 import time
 import warnings
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ffpa_hf.bench import overhead, truth
 from ffpa_hf.bench.cases import Case, Direction
-from ffpa_hf.bench.providers import Call, Provider, Unavailable
+from ffpa_hf.bench.providers import Call, Provider, Unavailable, select
 from ffpa_hf.bench.results import Results, Row
 from ffpa_hf.kernels.tuning import clock
 
@@ -29,6 +29,7 @@ _ROUNDS = (3, 25)  # fewest and most samples of a provider
 _SHORT_MS = 0.5  # calls shorter than this are timed several at a time
 _SLOW_MS = 50.0  # one look is enough to choose between variants of slower calls
 _MOST_INNER = 20
+_HOPELESS = 3.0  # a way through F.sdpa that takes this many times the best one's forward is not tried backward
 _GRAPH_CALLS = 8  # calls captured per K/V set
 
 
@@ -197,6 +198,7 @@ class _Entry:
     count: int
     host_ms: float
     samples: list[float] = field(default_factory=list)
+    hopeless: set[str] = field(default_factory=set)  # notes of variants far slower than this one
 
 
 def run_case(
@@ -221,6 +223,7 @@ def run_case(
     for layout in sorted({provider.layout for provider in providers}):
         layouts[layout] = _in_layout(data, layout)
     rows: list[Row] = []
+    hopeless: set[str] = set()
     for direction in directions:
         block: list[Row] = []
         entries: list[_Entry] = []
@@ -229,8 +232,11 @@ def run_case(
             row = Row(case.id, direction, provider.name)
             block.append(row)
             with noted(row):
-                entry = _make_entry(case, direction, provider, layouts[provider.layout], exact, row, device)
+                skipped = hopeless if provider.name == "sdpa" else set()
+                entry = _make_entry(case, direction, provider, layouts[provider.layout], exact, row, device, skipped)
                 entries.append(entry)
+                if provider.name == "sdpa" and direction == "fwd":
+                    hopeless = entry.hopeless
             collect(device)
         on_step(f"{case.id} {direction}: sampling")
         _sample(entries, device, seconds)
@@ -263,12 +269,15 @@ def _make_entry(
     exact: truth.Truth,
     row: Row,
     device: torch.device,
+    skipped: Collection[str] = (),
 ) -> _Entry:
+    """The fastest variant of a provider, ready to be sampled. skipped: notes of variants that are not tried."""
     if direction not in provider.directions:
         raise Unavailable("has no backward")
     if case.graph and direction != "fwd":
         raise Unavailable("a captured case runs forward only")
-    variants = provider.variants(case, device)
+    variants = [variant for variant in provider.variants(case, device) if variant.note not in skipped]
+    estimates_of: dict[str, float] = {}
     best: tuple[float, str, Step, Call, float | None] | None = None
     problems: list[Exception] = []
     for variant in variants:
@@ -281,7 +290,7 @@ def _make_entry(
             estimates = [milliseconds(step, 1, device, 1.0)]
             while len(estimates) < 3 and estimates[0] * step.calls < _SLOW_MS:
                 estimates.append(milliseconds(step, 1, device, 1.0))
-            estimate = statistics.median(estimates)
+            estimate = estimates_of[variant.note] = statistics.median(estimates)
         except Exception as problem:
             problems.append(problem.with_traceback(None))  # whose frames would hold the tensors
             step = call = None
@@ -300,7 +309,8 @@ def _make_entry(
     row.relative_error = _error(direction, call, data, exact)
     host_ms = _host_ms(step, device)
     count = max(1, min(_MOST_INNER, round(_SHORT_MS / max(estimate * step.calls, 1e-4))))
-    return _Entry(row, step, count, host_ms, [estimate])
+    hopeless = {way for way, taken in estimates_of.items() if taken > _HOPELESS * estimate}
+    return _Entry(row, step, count, host_ms, [estimate], hopeless)
 
 
 def _sample(entries: list[_Entry], device: torch.device, seconds: float) -> None:
@@ -402,6 +412,45 @@ def copy_tb_s(device: torch.device) -> float:
     source = torch.empty(size, dtype=torch.uint8, device=device).fill_(1)
     target = torch.empty_like(source)
     return 2.0 * size / _best(lambda: target.copy_(source), device) / 1e9
+
+
+#: Providers whose kernels are compiled when first called, and kept on disk where the next process finds them.
+COMPILED = ("flex", "ffpa-attn/triton", "ffpa_hf/auto", "ffpa_hf/triton", "ffpa_hf/cuda", "ffpa_hf/cute")
+
+
+def warm(
+    cases: Sequence[Case],
+    directions: Sequence[Direction] | None,
+    providers: Sequence[str],
+    device_name: str,
+    index: int,
+    count: int,
+) -> int:
+    """Run a share of the cases once with the providers that compile, so that `run` finds the kernels on disk.
+
+    For worker processes: number `index` of `count`. What fails here fails again where it is noted. Returns how many
+    cases and providers ran.
+    """
+    device = torch.device(device_name)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    chosen = select([name for name in providers if name in COMPILED], device) if set(providers) & set(COMPILED) else ()
+    pairs = [(case, provider) for case in cases if not case.host for provider in chosen]
+    ran = 0
+    for case, provider in pairs[index::count]:
+        with contextlib.suppress(Exception), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            data = _in_layout(make_data(case, device), provider.layout)
+            for variant in provider.variants(case, device):
+                call = variant.prepare()
+                for direction in directions or case.directions:
+                    if direction in provider.directions:
+                        step: Any = _step(case, direction, call, data)
+                        step.run(step.prepare(1), 1)
+            _wait(device)
+            ran += 1
+        collect(device)
+    return ran
 
 
 def run(

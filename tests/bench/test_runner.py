@@ -154,6 +154,52 @@ def test_the_fastest_variant_is_the_row_and_a_failing_one_is_passed_over():
     assert row.note == "fast" and row.ms < 20
 
 
+@pytest.mark.parametrize(("name", "backward"), [("sdpa", {"fast", "near"}), ("peer", {"fast", "near", "far"})])
+def test_a_way_through_sdpa_that_is_far_slower_forward_is_not_tried_backward(monkeypatch, name, backward):
+    ways = {"fast": 0.01, "near": 0.02, "far": 0.2}
+    tried: list[tuple[str, str]] = []
+    real = runner._step
+
+    def step(case, direction, call, data):
+        tried.append((direction, call.__name__))
+        return real(case, direction, call, data)
+
+    def variant(way, pause):
+        def call(query, key, value):
+            import time
+
+            time.sleep(pause)
+            return F.scaled_dot_product_attention(query, key, value)
+
+        call.__name__ = way
+        return Variant(way, lambda: call)
+
+    monkeypatch.setattr(runner, "_step", step)
+    provider = Provider(name, lambda case, device: [variant(*each) for each in ways.items()])
+    rows = measure(SMOKE["cpu_self"], provider, directions=("fwd", "bwd"))
+    assert {way for direction, way in tried if direction == "fwd"} == set(ways)
+    assert {way for direction, way in tried if direction == "bwd"} == backward
+    assert all(row.ms is not None for row in rows)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU machine the interpreter is off")
+def test_workers_share_the_cases_among_the_providers_that_compile(monkeypatch):
+    seen = []
+    real = runner._step
+
+    def step(case, direction, call, data):
+        seen.append((case.id, direction))
+        return real(case, direction, call, data)
+
+    monkeypatch.setattr(runner, "_step", step)
+    chosen = (SMOKE["cpu_self"], SMOKE["cpu_window"], *cases.OVERHEAD)
+    counts = [runner.warm(chosen, None, ["sdpa", "ffpa_hf/auto", "fa4"], "cpu", index, 3) for index in range(3)]
+    assert counts == [1, 1, 0]
+    assert seen == [("cpu_self", "fwd"), ("cpu_self", "bwd"), ("cpu_window", "fwd")]
+    assert runner.warm(chosen, None, ["sdpa"], "cpu", 0, 1) == 0
+    assert runner.warm(chosen, None, ["flex"], "cpu", 0, 1) == 0, "what cannot run here is passed over"
+
+
 def test_a_provider_without_backward_says_so():
     forward_only = Provider("p", lambda case, device: [], directions=("fwd",))
     (row,) = measure(SMOKE["cpu_self"], forward_only, directions=("bwd",))
