@@ -9,6 +9,8 @@ import shutil
 import stat
 import subprocess
 import sys
+import tarfile
+import venv
 import zipfile
 from pathlib import Path
 
@@ -133,9 +135,88 @@ def test_wheel_holds_the_package_with_its_data_and_licences(tmp_path):
     assert "ffpa-hf = ffpa_hf.cli:main" in entry_points
     sources = [path for path in (ROOT / "ffpa_hf").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
     assert {path.suffix for path in sources} >= {".py", ".json", ".txt"}
+    assert "ffpa_hf/py.typed" in inside
     for path in sources:
         assert path.relative_to(ROOT).as_posix() in inside, path
     assert not [name for name in inside if name.startswith(("tests/", "examples/", "benchmarks/"))]
+
+
+def test_the_source_archive_builds_the_same_wheel(tmp_path):
+    """Everything that git knows of and the tests read is in it, and a wheel built from it holds what ours holds."""
+    pytest.importorskip("hatchling")
+    build = "import sys; from hatchling.build import build_sdist, build_wheel; print(vars()[sys.argv[1]](sys.argv[2]))"
+
+    def built(kind: str, source: Path, name: str) -> Path:
+        folder = tmp_path / name
+        done = subprocess.run(
+            [sys.executable, "-c", build, kind, str(folder)], cwd=source, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        (made,) = folder.iterdir()
+        return made
+
+    archive = built("build_sdist", ROOT, "sdist")
+    with tarfile.open(archive) as opened:
+        opened.extractall(tmp_path / "source", filter="data")
+    (source,) = (tmp_path / "source").iterdir()
+    for needed in (
+        "tests/conftest.py",
+        "benchmarks/results",
+        "docs/performance.md",
+        "mkdocs.yml",
+        ".ci/run",
+        "Makefile",
+    ):
+        assert (source / needed).exists(), needed
+    names = []
+    for kind, place in (("of the archive", source), ("of the checkout", ROOT)):
+        with zipfile.ZipFile(built("build_wheel", place, kind)) as opened_wheel:
+            names.append(sorted(name for name in opened_wheel.namelist() if "__pycache__" not in name))
+    assert names[0] == names[1]
+
+
+def test_the_wheel_works_where_nothing_of_this_checkout_is(tmp_path):
+    """Installed by pip into an environment of its own; this one lends what it depends on, so nothing is fetched."""
+    pytest.importorskip("hatchling")
+    pytest.importorskip("pip")
+    build = "from hatchling.build import build_wheel; import sys; print(build_wheel(sys.argv[1]))"
+    subprocess.run([sys.executable, "-c", build, str(tmp_path)], cwd=ROOT, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    venv.create(tmp_path / "venv", with_pip=False)
+    python = tmp_path / "venv" / "bin" / "python"
+    (site,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "FFPA", "TRITON"))
+    }
+    install = ["pip", "--python", str(python), "install", "--no-deps", "--no-index", "--disable-pip-version-check"]
+    subprocess.run(
+        [sys.executable, "-m", *install, str(wheel)], cwd=tmp_path, env=environment, check=True, capture_output=True
+    )
+    lent = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+    (site / "lent.pth").write_text("\n".join(lent) + "\n")
+
+    def output(*command: str | Path) -> str:
+        done = subprocess.run(
+            [str(part) for part in command], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    where, difference = output(
+        python,
+        "-c",
+        "import torch, ffpa_hf, torch.nn.functional as F\n"
+        "q = torch.randn(1, 4, 40, 96)\n"
+        "print(ffpa_hf.__file__)\n"
+        "print(float((ffpa_hf.ffpa_attn_func(q, q, q, is_causal=True)\n"
+        "  - F.scaled_dot_product_attention(q, q, q, is_causal=True)).abs().max()))",
+    ).split()
+    assert Path(where).is_relative_to(site) and float(difference) < 1e-5
+    command = python.with_name("ffpa-hf")
+    assert "explain" in output(command, "--help")
+    assert "forward" in output(command, "explain", "--shape", "1,8,1024,512", "--device", "cpu")
+    smoke = ("bench", "--cases", "cpu_self", "--providers", "sdpa,ffpa_hf/auto", "--device", "cpu", "--seconds", "0.01")
+    assert "cpu_self" in output(command, *smoke, "--output", tmp_path / "results")
 
 
 def test_shipped_text_is_free_and_says_so():
