@@ -57,6 +57,11 @@ def _console(stderr: bool = False) -> Any:
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output, all else on the error stream.")]
 
 
+def _examples(*lines: str) -> str:
+    """The end of a command's help: commands to copy, one a line."""
+    return "Examples:\n\n" + "\n\n".join(f"$ {line}" for line in lines)
+
+
 def _print_json(content: Any) -> None:
     import json
 
@@ -66,8 +71,8 @@ def _print_json(content: Any) -> None:
 # --- info -------------------------------------------------------------------------------------------------------------
 
 
-@app.command()
-def info() -> None:
+@app.command(epilog=_examples("ffpa-hf info", "ffpa-hf info --json > machine.json"))
+def info(as_json: Json = False) -> None:
     """Show devices, versions, which backends are on and why, qualified kernels, and where files are kept."""
     from rich.table import Table
 
@@ -76,9 +81,15 @@ def info() -> None:
     from ffpa_hf.kernels import compile_cache, qualification
     from ffpa_hf.kernels.tuning import preferences, store, tiles
 
-    console = _console()
+    console = _console(stderr=as_json)
+    content: dict[str, Any] = {}
 
-    def section(title: str, rows: Sequence[tuple[str, ...]], headings: tuple[str, ...] = ()) -> None:
+    def section(name: str, title: str, rows: Sequence[tuple[str, ...]], headings: tuple[str, ...] = ()) -> None:
+        content[name] = (
+            [dict(zip(headings, row, strict=True)) for row in rows] if headings else {row[0]: row[1] for row in rows}
+        )
+        if as_json:
+            return
         table = Table(*headings, title=title, title_justify="left", show_header=bool(headings), expand=False)
         for _ in range(0 if headings else len(rows[0])):
             table.add_column(overflow="fold")
@@ -92,12 +103,13 @@ def info() -> None:
         call = _probe(device)
         target = qualification.target_name(call.capability, call.is_rocm)
         rows.append((str(device), call.device_name, target, _memory(device)))
-    section("Devices", rows, ("device", "name", "target", "memory"))
-    section("Versions", list(versions().items()))
+    section("devices", "Devices", rows, ("device", "name", "target", "memory"))
+    section("versions", "Versions", list(versions().items()))
 
     device = devices[0]
     call = _probe(device)
-    section(f"Backends on {device} (by a bf16 call of head dim 512)", _backends(call), ("backend", "", "why"))
+    title = f"Backends on {device} (by a bf16 call of head dim 512)"
+    section("backends", title, _backends(call), ("backend", "state", "why"))
     rows = []
     for family in qualification.FAMILIES:
         if device.type == "cuda":
@@ -105,17 +117,21 @@ def info() -> None:
             rows.append((family, verdict.level, verdict.text, _sources(family)))
         else:
             rows.append((family, "-", "no GPU here", _sources(family)))
-    section(f"Qualified kernels on {device}", rows, ("kernels", "class", "ground", "sources"))
+    section("qualified", f"Qualified kernels on {device}", rows, ("kernels", "class", "ground", "sources"))
 
     directory = store.config_dir()
     problem = store.problem_with(directory)
     measured = preferences.has_table(call.device_name)
     own, shipped = tiles.counts(call.device_name)
     section(
+        "files",
         "Files",
         [
             ("verdicts and tuned tables", str(directory)),
-            ("", "nothing kept there yet" if not directory.exists() else problem or "private to this user"),
+            (
+                "state of that folder",
+                "nothing kept there yet" if not directory.exists() else problem or "private to this user",
+            ),
             ("auto's table of this device", "measured" if measured else "none: auto follows its rules of thumb"),
             ("compiled CUDA kernels", str(compile_cache.directory())),
             ("tuned Triton tiles", f"{own} buckets of this user, {shipped} shipped, for the present kernels"),
@@ -123,10 +139,13 @@ def info() -> None:
     )
     current = settings.current()
     section(
+        "settings",
         "Settings",
         [(variable, str(getattr(current, field)), meaning) for variable, field, meaning in settings.VARIABLES],
         ("variable", "value", "meaning"),
     )
+    if as_json:
+        _print_json(content)
 
 
 def _devices() -> list[torch.device]:
@@ -190,7 +209,13 @@ def _sources(family: str) -> str:
 # --- explain ----------------------------------------------------------------------------------------------------------
 
 
-@app.command()
+@app.command(
+    epilog=_examples(
+        "ffpa-hf explain --shape 1,32,8192,512 --causal",
+        "ffpa-hf explain --shape 1,32,1,512 --kv-shape 1,4,8192,512 --no-grad",
+        "ffpa-hf explain --shape 1,24,4608,128 --backend triton --json",
+    )
+)
 def explain(
     shape: Annotated[str, typer.Option(help="Query's B,H,N,D, for instance 1,32,8192,512.")],
     kv_shape: Annotated[str | None, typer.Option(help="Key's and value's B,H,N,D; default: query's.")] = None,
@@ -206,6 +231,7 @@ def explain(
     forward_backend: Annotated[str | None, typer.Option(help="For the forward alone.")] = None,
     backward_backend: Annotated[str | None, typer.Option(help="For the backward alone.")] = None,
     device: Annotated[str | None, typer.Option(help="cuda, cuda:1 or cpu; default: the first GPU, else cpu.")] = None,
+    as_json: Json = False,
 ) -> None:
     """Say which kernel a call would run and why the others do not. Runs nothing; exits 1 where the call would raise."""
     import torch
@@ -253,7 +279,15 @@ def explain(
         made = plan(call, Route(backend, forward_backend, backward_backend, strict=strict))
     except ValueError as problem:
         raise typer.BadParameter(str(problem)) from None
-    print(made)
+    if as_json:
+        error = None if made.error is None else f"{type(made.error).__name__}: {made.error}"
+        content: dict[str, Any] = {"call": made.call.shape_text(), "error": error}
+        if made.error is None:  # nothing runs where the call raises
+            content |= {"forward": made.forward, "reason": made.reason, "kernel": made.detail}
+            content |= {"backward": made.backward, "backward_reason": made.backward_reason}
+        _print_json({**content, "candidates": [candidate._asdict() for candidate in made.candidates]})
+    else:
+        print(made)
     if made.error is not None:
         raise typer.Exit(1)
 
@@ -289,7 +323,15 @@ def _device(name: str | None) -> torch.device:
 # --- bench ------------------------------------------------------------------------------------------------------------
 
 
-@app.command()
+@app.command(
+    epilog=_examples(
+        "ffpa-hf bench --cases 'd512_*' --providers sdpa,ffpa_hf/auto",
+        "ffpa-hf bench --e2e --minutes 5 --html report.html",
+        "ffpa-hf bench --compare old.json new.json",
+        "ffpa-hf bench --plot docs/plots benchmarks/results/2026-12-01-h200-kernels.json",
+        "ffpa-hf bench --merge a.json b.json --name kernels",
+    )
+)
 def bench(
     files: Annotated[
         list[Path] | None, typer.Argument(help="Results files to merge, compare, draw or show; nothing is timed.")
@@ -323,6 +365,8 @@ def bench(
     autoencoder and generate() at real dimensions on a GPU, tiny twins of them elsewhere; each result is judged before
     it is timed, and the exit code is 1 where one is wrong. With --cases sweep: many shapes at a tenth of a second each,
     for auto's table; with --check-auto: the proof that auto loses nowhere by more than 3%, exit code 1 where it does.
+
+    Exit codes: 1 where something is wrong, slower than --compare allows, or nothing was timed; 2: wrong arguments.
     """
     from ffpa_hf.bench import cases as table
     from ffpa_hf.bench import providers as field
@@ -516,14 +560,21 @@ def _bench_progress(gathered: Results, total: int, keep: Any) -> tuple[Any, Any,
 
 # --- autotune, record -------------------------------------------------------------------------------------------------
 
-app.command()(tuning.autotune)
-app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(tuning.record)
+app.command(
+    epilog=_examples("ffpa-hf autotune --minutes 20", "ffpa-hf autotune --mode max --shapes-from ffpa_hf_calls.json")
+)(tuning.autotune)
+app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    epilog=_examples(
+        "ffpa-hf record train.py --steps 2", "ffpa-hf record --json --output calls.json -m package.program"
+    ),
+)(tuning.record)
 
 
 # --- selftest ---------------------------------------------------------------------------------------------------------
 
 
-@app.command()
+@app.command(epilog=_examples("ffpa-hf selftest", "ffpa-hf selftest --backend triton --only D512 --json"))
 def selftest(
     backend: Annotated[str | None, typer.Option(help="One family of kernels; default: every one built.")] = None,
     device: Annotated[str | None, typer.Option(help="cuda or cuda:1; cpu with TRITON_INTERPRET=1.")] = None,
@@ -535,6 +586,7 @@ def selftest(
         typer.Option(help="Also write the outcome as JSON; of several families, as NAME-<family>.json each."),
     ] = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="Processes; default: half the cores, at most 8.")] = None,
+    as_json: Json = False,
 ) -> None:
     """Test our kernels on this GPU against the float64 reference, forward and backward, and keep the verdict.
 
@@ -543,7 +595,7 @@ def selftest(
     from ffpa_hf import settings
     from ffpa_hf.kernels import qualification
 
-    console = _console()
+    console = _console(stderr=as_json)
     families = qualification.FAMILIES if backend is None else (backend,)
     if backend is not None and backend not in qualification.FAMILIES:
         text = f"{backend!r} has no kernels to test; use one of {', '.join(qualification.FAMILIES)}."
@@ -553,19 +605,29 @@ def selftest(
         console.print("No GPU here. TRITON_INTERPRET=1 runs a small grid on the CPU, which qualifies nothing.")
         raise typer.Exit(2)
     failed = False
+    contents: list[dict[str, Any]] = []
     for family in families:
         path = output if output is None or len(families) == 1 else output.with_stem(f"{output.stem}-{family}")
-        outcome = _selftest_family(family, target, only, path, jobs, console)
+        outcome = _selftest_family(family, target, only, path, jobs, console, contents)
         if outcome is None and backend is not None:
             raise typer.Exit(2)
         failed = bool(outcome) or failed
+    if as_json:
+        _print_json(contents)
     raise typer.Exit(1 if failed else 0)
 
 
 def _selftest_family(
-    family: str, target: torch.device, only: str | None, output: Path | None, jobs: int | None, console: Any
+    family: str,
+    target: torch.device,
+    only: str | None,
+    output: Path | None,
+    jobs: int | None,
+    console: Any,
+    contents: list[dict[str, Any]],
 ) -> bool | None:
-    """Run, print and keep one family's outcome; True where something failed, None where nothing could be tested."""
+    """Run, print and keep one family's outcome; True where something failed, None where nothing could be
+    tested. What was found is appended to `contents`."""
     import os
 
     import torch
@@ -602,29 +664,30 @@ def _selftest_family(
     console.print(_outcomes(outcomes))
     console.print(f"{family}: {len(outcomes) - len(bad)} of {len(outcomes)} checks passed")
     complete = only is None
+    content = {
+        "family": family,
+        "device": call.device_name,
+        "target": name,
+        "source_hash": qualification.source_hash(family),
+        "compiler": compiler,
+        "torch": torch.__version__,
+        "date": now(),
+        "complete": complete,
+        "cases": len(outcomes),
+        "failed": len(bad),
+        "rows": [
+            {
+                "check": str(outcome.check),
+                "passed": outcome.passed,
+                "errors": [[what, _finite(error), limit] for what, error, limit in outcome.errors],
+                "seconds": round(outcome.seconds, 3),
+                "note": outcome.note,
+            }
+            for outcome in outcomes
+        ],
+    }
+    contents.append(content)
     if output is not None:
-        content = {
-            "family": family,
-            "device": call.device_name,
-            "target": name,
-            "source_hash": qualification.source_hash(family),
-            "compiler": compiler,
-            "torch": torch.__version__,
-            "date": now(),
-            "complete": complete,
-            "cases": len(outcomes),
-            "failed": len(bad),
-            "rows": [
-                {
-                    "check": str(outcome.check),
-                    "passed": outcome.passed,
-                    "errors": [[what, _finite(error), limit] for what, error, limit in outcome.errors],
-                    "seconds": round(outcome.seconds, 3),
-                    "note": outcome.note,
-                }
-                for outcome in outcomes
-            ],
-        }
         output.parent.mkdir(parents=True, exist_ok=True)
         store.write_json(output, content)
         console.print(f"written to {output}", soft_wrap=True)
@@ -664,7 +727,7 @@ def _outcomes(outcomes: list[Any]) -> Any:
 # --- demo -------------------------------------------------------------------------------------------------------------
 
 
-@app.command()
+@app.command(epilog=_examples("ffpa-hf demo", "ffpa-hf demo --output report --steps 20"))
 def demo(
     output: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("demo-report"),
     device: Annotated[str | None, typer.Option(help="cuda or cpu; default: the GPU where there is one.")] = None,

@@ -173,6 +173,7 @@ def autotune(
     again: Annotated[bool, typer.Option("--again", help="Measure what this user's tables have already, too.")] = False,
     jobs: Annotated[int | None, typer.Option(min=1, help="Processes that compile ahead; 1: none.")] = None,
     list_: Annotated[bool, typer.Option("--list", help="List what would be measured, and stop.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --list: as JSON.")] = False,
 ) -> None:
     """Time Triton tiles, then kernels against F.sdpa, on this GPU, and keep both in this user's tables.
 
@@ -184,6 +185,8 @@ def autotune(
 
     if mode not in ("fast", "max"):
         raise typer.BadParameter(f"{mode!r}; use fast or max.", param_hint="--mode")
+    if as_json and not list_:
+        raise typer.BadParameter("goes with --list; what is measured is kept as JSON tables.", param_hint="--json")
     parts = cli._words(only)
     if not parts or set(parts) - {"tiles", "auto"}:
         raise typer.BadParameter(f"{only!r}; use tiles, auto or both.", param_hint="--only")
@@ -198,6 +201,10 @@ def autotune(
     name = cli._probe(target).device_name
     buckets = _buckets(calls, name, mode, again) if "tiles" in parts else []
     cases = _cases(calls, name, again) if "auto" in parts else []
+    if list_ and as_json:
+        content = {"device": name, "folder": str(store.config_dir())}
+        cli._print_json({**content, "tiles": [each.key for each in buckets], "auto": [case.id for case in cases]})
+        return
     print(f"{name}: {len(buckets)} buckets of tiles and {len(cases)} shapes for auto to measure; {store.config_dir()}")
     if list_:
         for line in (*(bucket.key for bucket in buckets), *(case.id for case in cases)):
@@ -318,6 +325,9 @@ def record(
     script: Annotated[str, typer.Argument(help="A Python script, or with -m a module; its own arguments follow.")],
     output: Annotated[Path, typer.Option(help="Where the calls are written.")] = Path("ffpa_hf_calls.json"),
     module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is the name of a module.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the calls as JSON at the end; the program's own output precedes it.")
+    ] = False,
 ) -> None:
     """Run a Python program and write down its attention calls, for `autotune --shapes-from`.
 
@@ -327,6 +337,7 @@ def record(
     import runpy
 
     import ffpa_hf
+    from ffpa_hf import cli
     from ffpa_hf.report import reset
 
     reset()
@@ -351,6 +362,10 @@ def record(
             found.save(output)
     print(found, file=sys.stderr)
     print(f"calls written to {output}" if len(found) else "no attention call went through ffpa_hf", file=sys.stderr)
+    if as_json:
+        names = ("shape", "backend", "backward", "reason", "calls")
+        rows = [{name: getattr(row, name) for name in names} for row in found]
+        cli._print_json({"output": str(output) if len(found) else None, "rows": rows})
     if isinstance(code, str):
         print(code, file=sys.stderr)
     raise typer.Exit(code if isinstance(code, int) else 0 if code is None else 1)

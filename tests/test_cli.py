@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -23,6 +24,13 @@ def run(*arguments: str, code: int = 0) -> str:
     result = runner.invoke(app, list(arguments), prog_name="ffpa-hf")
     assert result.exit_code == code, result.output
     return result.output
+
+
+def stdout(*arguments: str, code: int = 0) -> str:
+    """What stands on standard output alone."""
+    result = runner.invoke(app, list(arguments), prog_name="ffpa-hf")
+    assert result.exit_code == code, result.output
+    return result.stdout
 
 
 def test_help_lists_what_works_and_only_that():
@@ -69,6 +77,52 @@ def test_info_says_that_a_directory_is_not_private(tmp_path, monkeypatch):
     tmp_path.chmod(0o777)
     with settings.override(cache_dir=str(tmp_path)):
         assert "others may write" in run("info")
+
+
+def test_every_command_has_json_and_examples_that_parse():
+    import shlex
+
+    import typer
+
+    commands = typer.main.get_command(app).commands
+    for name, command in commands.items():
+        flags = {flag for each in command.params for flag in each.opts}
+        assert "--json" in flags or name == "demo", name  # which writes a page
+        lines = re.findall(r"^\$ ffpa-hf (.+)$", command.epilog or "", flags=re.MULTILINE)
+        assert lines, f"{name} has no example"
+        for line in lines:
+            words = shlex.split(line.partition(" > ")[0])
+            assert words[0] == name
+            command.make_context(name, list(words[1:]))  # raises on an option that is none
+
+
+def test_info_as_json_is_json_alone(tmp_path):
+    with settings.override(cache_dir=str(tmp_path / "kept")):
+        content = json.loads(stdout("info", "--json"))
+    assert set(content) == {"devices", "versions", "backends", "qualified", "files", "settings"}
+    assert content["versions"]["torch"] == torch.__version__
+    assert content["files"]["verdicts and tuned tables"] == str(tmp_path / "kept")
+    assert {row["backend"] for row in content["backends"]} >= {"sdpa", "triton", "cuda"}
+
+
+def test_explain_as_json_agrees_with_the_paragraph(no_interpreter):
+    command = ("explain", "--shape", "1,32,8192,512", "--device", "cpu")
+    content = json.loads(stdout(*command, "--json"))
+    assert (content["forward"], content["error"]) == ("sdpa", None)
+    text = run(*command)
+    assert content["reason"] in text
+    for candidate in content["candidates"]:
+        assert f"{candidate['backend']:<9} " in text and candidate["reason"] in text
+    wrong = json.loads(stdout(*command, "--dtype", "fp64", "--backend", "triton", "--json", code=1))
+    assert wrong["error"].startswith("TypeError") and "forward" not in wrong
+
+
+def test_selftest_as_json(monkeypatch, tmp_path):
+    _outcomes(monkeypatch, True)
+    with settings.override(triton_interpret=True, cache_dir=str(tmp_path / "kept")):
+        contents = json.loads(stdout("selftest", "--device", "cpu", "--backend", "triton-qkv", "--json"))
+    assert [content["family"] for content in contents] == ["triton-qkv"]
+    assert contents[0]["cases"] == len(contents[0]["rows"]) > 0 and contents[0]["failed"] == 0
 
 
 # --- explain ----------------------------------------------------------------------------------------------------------

@@ -94,6 +94,23 @@ def test_a_module_can_be_recorded(tmp_path, monkeypatch):
     assert len(recording.load(tmp_path / "calls.json")) == 2
 
 
+def test_recorded_calls_as_json_follow_the_program(tmp_path):
+    script = tmp_path / "program.py"
+    script.write_text(SCRIPT.replace("{code}", "0"))
+    done = runner.invoke(app, ["record", "--json", "--output", str(tmp_path / "calls.json"), str(script)])
+    program, _, content = done.stdout.partition("\n")
+    assert program == "arguments []"
+    rows = json.loads(content)["rows"]
+    assert sorted(row["calls"] for row in rows) == [1, 5] and {row["backend"] for row in rows} == {"sdpa"}
+
+
+def test_what_autotune_would_measure_as_json(recorded):
+    done = runner.invoke(app, ["autotune", "--list", "--json", "--shapes-from", str(recorded)])
+    content = json.loads(done.stdout)
+    assert done.exit_code == 0 and content["tiles"] and content["auto"]
+    assert "--list" in run("autotune", "--json", code=2)
+
+
 def test_a_missing_script_is_named():
     assert "nowhere.py" in run("record", "nowhere.py", code=2)
 
