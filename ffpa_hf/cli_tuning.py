@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from ffpa_hf.call import AttentionCall
     from ffpa_hf.cli_results import Wanted
     from ffpa_hf.kernels.tuning.tiles import Bucket
+    from ffpa_hf.report import Report
 
 _SWEEP_SECONDS = 0.2
 _MOST_JOBS = 14
@@ -325,12 +327,17 @@ def record(
     script: Annotated[str, typer.Argument(help="A Python script, or with -m a module; its own arguments follow.")],
     output: Annotated[Path, typer.Option(help="Where the calls are written.")] = Path("ffpa_hf_calls.json"),
     module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is the name of a module.")] = False,
+    time_: Annotated[
+        bool, typer.Option("--time", help="Then time the recorded 16-bit shapes by SDPA and by each of our kernels.")
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the calls as JSON at the end; the program's own output precedes it.")
     ] = False,
 ) -> None:
-    """Run a Python program and write down its attention calls, for `autotune --shapes-from`.
+    """Run a Python program and write down its attention calls: shapes, masks, how often, served by what and why.
 
+    The file is what `autotune --shapes-from` takes. With --time, the shapes are timed afterwards, and it is said what
+    would be faster than what ran.
     Options of record come before SCRIPT. Calls inside torch.compile are not seen: record an uncompiled run. The exit
     code is the program's.
     """
@@ -362,10 +369,68 @@ def record(
             found.save(output)
     print(found, file=sys.stderr)
     print(f"calls written to {output}" if len(found) else "no attention call went through ffpa_hf", file=sys.stderr)
+    timed = _time_recorded(found) if time_ else []
+    for line in timed:
+        print(_words_of(line), file=sys.stderr)
     if as_json:
         names = ("shape", "backend", "backward", "reason", "calls")
         rows = [{name: getattr(row, name) for name in names} for row in found]
-        cli._print_json({"output": str(output) if len(found) else None, "rows": rows})
+        cli._print_json({"output": str(output) if len(found) else None, "rows": rows, "timed": timed})
     if isinstance(code, str):
         print(code, file=sys.stderr)
     raise typer.Exit(code if isinstance(code, int) else 0 if code is None else 1)
+
+
+def _time_recorded(found: Report) -> list[dict[str, Any]]:
+    """For each recorded shape: what ran, how long that takes, what is fastest and how long that takes, in ms a call.
+
+    Times are of the sweep's calls: random values, masks of the same kind. Where a call needed gradients, its forward
+    and backward count together.
+    """
+    import torch
+
+    from ffpa_hf import cli
+    from ffpa_hf.bench import sweep
+    from ffpa_hf.bench.cases import sweep_cases_of
+
+    ran: dict[tuple[str, str], dict[str, Any]] = {}
+    cases: dict[str, Case] = {}
+    for row in found:
+        if row.call is None:
+            continue
+        for q_len, kv_len, calls in row.lengths:
+            call = replace(row.call, q_len=q_len, kv_len=kv_len)
+            for case in sweep_cases_of([call]):
+                cases[case.id] = case
+                entry = {"case": case.id, "direction": "fwd+bwd" if call.needs_grad else "fwd", "backend": row.backend}
+                ran.setdefault((case.id, entry["direction"]), {**entry, "calls": 0})["calls"] += calls
+    device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+    gathered = cli._new_results(device)
+    providers = sweep.providers_for_table(device)
+    _run_sweep(list(cases.values()), providers, gathered, device, _SWEEP_SECONDS / 2, None, None)
+    times: dict[tuple[str, str], dict[str, float]] = {}
+    for timed in gathered.rows:
+        if timed.ms is not None:
+            name = timed.provider.removeprefix("ffpa_hf/")
+            known = times.setdefault((timed.case, timed.direction), {})
+            known[name] = min(timed.ms, known.get(name, timed.ms))  # SDPA by itself and through us are one way
+    lines = []
+    for key, entry in ran.items():
+        by = times.get(key, {})
+        fastest = min(by, key=lambda name: by[name]) if by else None
+        more = {"ms": by.get(entry["backend"]), "fastest": fastest, "fastest_ms": by[fastest] if fastest else None}
+        lines.append({**entry, **more})
+    return sorted(lines, key=lambda line: -(line["ms"] or 0.0) * line["calls"])
+
+
+def _words_of(line: dict[str, Any]) -> str:
+    """One timed shape in words; a gain within the noise is none."""
+    from ffpa_hf.kernels.tuning.preferences import NOISE
+
+    ms, fastest, best = line["ms"], line["fastest"], line["fastest_ms"]
+    text = f"{line['case']} {line['direction']}, {line['calls']} calls by {line['backend']}"
+    if ms is None or best is None:
+        return f"{text}: not timed"
+    if fastest == line["backend"] or ms < NOISE * best:
+        return f"{text}: {ms:.4g} ms each, nothing is faster"
+    return f"{text}: {ms:.4g} ms each; {fastest} would take {best:.4g} ms"

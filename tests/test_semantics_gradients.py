@@ -128,6 +128,21 @@ def test_forward_mode_derivatives_raise_instead_of_vanishing(backend: Served):
         assert backend(**tensors).shape == (2, 2, N, 64)  # nothing to lose here
 
 
+@every_backend
+def test_an_exported_program_has_the_attention_as_one_op(backend: Served):
+    class Layer(torch.nn.Module):
+        def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            return backend(query=query, key=key, value=value)
+
+    with torch.no_grad():
+        first, second = (tuple(backend.qkv().values()) for _ in range(2))
+        program = torch.export.export(Layer(), first)
+        names = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
+        op = "aten.scaled_dot_product_attention" if backend.name == "sdpa" else "ffpa.flash_attn_forward"
+        assert sum(name.startswith(op) for name in names) == 1, names
+        assert torch.equal(program.module()(*second), Layer()(*second))
+
+
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @every_backend
 def test_vmap_is_a_loop(backend: Served):

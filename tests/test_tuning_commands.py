@@ -104,6 +104,36 @@ def test_recorded_calls_as_json_follow_the_program(tmp_path):
     assert sorted(row["calls"] for row in rows) == [1, 5] and {row["backend"] for row in rows} == {"sdpa"}
 
 
+def test_recorded_shapes_are_timed_and_the_fastest_is_named(tmp_path, monkeypatch):
+    def rows(cases, providers, gathered, *rest):
+        for case in cases:
+            slow = 2.0 if case.q_len == 1 else 8.0
+            for name, ms in (("sdpa", slow), ("ffpa_hf/sdpa", 7.0), ("ffpa_hf/triton", 3.0), ("ffpa_hf/cuda", None)):
+                gathered.rows += [Row(case.id, direction, name, ms=ms) for direction in ("fwd", "fwd+bwd")]
+
+    monkeypatch.setattr(cli_tuning, "_run_sweep", rows)
+    script = tmp_path / "program.py"
+    script.write_text(SCRIPT.replace("{code}", "0"))
+    done = runner.invoke(app, ["record", "--time", "--json", "--output", str(tmp_path / "calls.json"), str(script)])
+    timed = json.loads(done.stdout.partition("\n")[2])["timed"]
+    square, decode = "sweep_d64_h8_g4_q600_k600_causal", "sweep_d64_h8_g4_q1_k517_none"
+    assert [(row["case"], row["direction"], row["calls"], row["ms"], row["fastest"]) for row in timed] == [
+        (decode, "fwd", 5, 2.0, "sdpa"), (square, "fwd+bwd", 1, 7.0, "triton")
+    ]  # fmt: skip
+    assert "5 calls by sdpa: 2 ms each, nothing is faster" in done.stderr
+    assert "1 calls by sdpa: 7 ms each; triton would take 3 ms" in done.stderr
+
+
+def test_recorded_shapes_are_really_timed(tmp_path):
+    script = tmp_path / "program.py"
+    script.write_text(
+        "import torch, ffpa_hf\nq = torch.randn(1, 2, 32, 64, dtype=torch.bfloat16)\nffpa_hf.ffpa_attn_func(q, q, q)"
+    )
+    done = runner.invoke(app, ["record", "--time", "--json", "--output", str(tmp_path / "calls.json"), str(script)])
+    (row,) = json.loads(done.stdout)["timed"]
+    assert row["backend"] == "sdpa" and row["ms"] > 0 and row["fastest_ms"] > 0
+
+
 def test_what_autotune_would_measure_as_json(recorded):
     done = runner.invoke(app, ["autotune", "--list", "--json", "--shapes-from", str(recorded)])
     content = json.loads(done.stdout)
