@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ffpa_hf.backends import NAMES
 from ffpa_hf.kernels.common import RANGE_BLOCK, AttentionInputs, aligned
-from ffpa_hf.kernels.cuda.configs import TWIN_HEAD_DIMS
+from ffpa_hf.kernels.cuda.configs import WIDEST_TWIN
 from ffpa_hf.kernels.philox import philox_keep_mask
 from ffpa_hf.kernels.reference import attention
 from ffpa_hf.kernels.sdpa import run as sdpa
@@ -166,7 +166,7 @@ def _forward_grid(is_hopper: bool) -> tuple[Check, ...]:
     """The calls of a forward without softcap and sinks, for each of the CUDA kernels that serve them."""
     calls = [check for check in grid() if check.softcap is None and not check.sinks and not check.broadcast_grad]
     calls = [replace(check, grad_lse=False) for check in calls]
-    wide = [check for check in calls if check.head_dim in TWIN_HEAD_DIMS and not check.dropout_p]
+    wide = [check for check in calls if check.head_dim <= WIDEST_TWIN and not check.dropout_p]
     calls = [replace(check, kernel="native") for check in calls]
     return tuple(calls + [replace(check, kernel="tma") for check in wide if is_hopper])
 

@@ -78,27 +78,58 @@ def test_every_native_kernel_compiles_without_spills(head_dim, capability, tmp_p
         check_native(head_dim, dtype, capability, tmp_path, **EVERYTHING, dropout=True)
 
 
-@pytest.mark.parametrize("dtype", HALVES, ids=["bf16", "fp16"])
-@pytest.mark.parametrize(
-    "features",
-    [
-        {},
-        {"causal": True},
-        {"mask": True},
-        {"bias": torch.float32},
-        {"intervals": True, "key_mask": True},
-        {"intervals": True, "key_mask": True, "bias": torch.float32},
-    ],
-    ids=["plain", "causal", "bool mask", "bias", "intervals", "intervals with a bias"],
-)
-def test_the_twin_kernel_uses_hoppers_units(dtype, features, tmp_path):
-    listing, _, stack = inspect(program.compile_variant(launch.twin_variant(dtype, **features)), tmp_path)
-    assert stack <= (32 if {"intervals", "bias"} <= features.keys() else 0)
+def check_hopper(head_dim: int, dtype: torch.dtype, tmp_path: Path, **features) -> None:
+    """Products of the promised shapes, none serialised, nothing spilled, loads through TMA."""
+    variant = launch.hopper_variant(head_dim, dtype, **features)
+    listing, registers, stack = inspect(program.compile_variant(variant), tmp_path)
+    assert stack == 0, f"{variant} spills {stack} bytes"
+    assert registers <= 168  # of the launch; roles trade them afterwards
     kind = ".BF16" if dtype == torch.bfloat16 else ""
-    assert f"HGMMA.64x64x16.F32{kind}" in listing  # scores
-    assert f"HGMMA.64x256x16.F32{kind}" in listing  # values
+    products = re.findall(rf"HGMMA\.64x(\d+)x16\.F32{kind} ", listing)
+    macros = dict(variant.macros)
+    keys = macros.get("KEYS") or macros["BN"]
+    assert str(keys) in products  # scores
+    assert len(products) == listing.count("HGMMA.64x")
+    # Products that the compiler takes for dependent each get a WARPGROUP.ARRIVE and a wait of their own.
+    assert listing.count("WARPGROUP.ARRIVE") < len(products) / 2, f"{variant}: products are serialised"
     assert "UTMALDG.5D" in listing and "USETMAXREG" in listing
     assert "HMMA.16816" not in listing
+
+
+HOPPER_FEATURES = {
+    "plain": {},
+    "causal": {"causal": True},
+    "bool mask": {"mask": True},
+    "bias": {"bias": torch.float32},
+    "intervals": {"intervals": True, "key_mask": True},
+    "intervals with a bias": {"intervals": True, "key_mask": True, "bias": torch.float32},
+}
+
+
+@pytest.mark.parametrize(
+    "head_dim, features",
+    [
+        (512, "plain"),
+        (448, "causal"),
+        (384, "intervals"),
+        (320, "plain"),
+        (256, "causal"),
+        (128, "plain"),
+        (128, "bias"),
+        (64, "intervals"),
+        (72, "plain"),
+    ],
+)
+def test_kernels_for_hopper_use_its_units(head_dim, features, tmp_path):
+    check_hopper(head_dim, torch.bfloat16, tmp_path, **HOPPER_FEATURES[features])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("features", HOPPER_FEATURES)
+@pytest.mark.parametrize("head_dim", [64, 72, 96, 128, 160, 192, 200, 256, 320, 328, 384, 448, 504, 512])
+def test_every_kernel_for_hopper_compiles_without_spills(head_dim, features, tmp_path):
+    for dtype in HALVES:
+        check_hopper(head_dim, dtype, tmp_path, **HOPPER_FEATURES[features])
 
 
 def test_a_compiled_kernel_is_kept(tmp_path, monkeypatch):
@@ -123,9 +154,12 @@ def test_host_and_device_agree_on_the_argument():
     from cuda.core import Program, ProgramOptions
 
     source = (program.SOURCES / "call.cuh").read_text("utf-8")
-    body = re.sub(r"//.*", "", source.split("struct Call {")[1].split("};")[0])
-    declared = [re.sub(r".*[ *]", "", name.strip()) for line in body.split(";") for name in line.split(",")]
-    assert [name for name in declared if name] == [name for name, *_ in launch.Call._fields_]
+    source += (program.SOURCES / "tma_call.cuh").read_text("utf-8")
+    for kind in (launch.Call, launch.TmaCall):
+        body = re.sub(r"//.*", "", source.split(f"struct {kind.__name__} {{")[1].split("};")[0])
+        declared = [re.sub(r".*[ *]", "", name.strip()) for line in body.split(";") for name in line.split(",")]
+        given = [name for name, *_ in kind._fields_ if name != "tail"]
+        assert [name for name in declared if name] == given
 
     macros = [
         (name, "0") for name in ("CAUSAL", "INTERVALS", "MASK", "KEY_MASK", "BIAS", "DROPOUT", "BFLOAT16", "STATS")
@@ -133,13 +167,10 @@ def test_host_and_device_agree_on_the_argument():
     options = ProgramOptions(arch="sm_90a", std="c++17", include_path=[str(program.SOURCES)], define_macro=macros)
     sizes = {"View": launch._View, "Pairs": launch._Pairs, "Vector": launch._Vector, "Call": launch.Call}
     asserts = [f"static_assert(sizeof({name}) == {ctypes.sizeof(kind)});" for name, kind in sizes.items()]
-    # Its alignment of 64 bytes rounds TwinCall up; the host's copy must not end before that.
-    asserts.append(f"static_assert(sizeof(TwinCall) <= {ctypes.sizeof(launch._TwinCall)});")
-    asserts.append(
-        f"static_assert(sizeof(TwinCall) > {launch._TwinCall.call.offset + ctypes.sizeof(launch.Call) - 1});"
-    )
-    twin = (program.SOURCES / "twin_forward.cu").read_text("utf-8")
-    Program(twin + "\n".join(asserts), "c++", options).compile("cubin")
+    # Its alignment of 64 bytes rounds TmaCall up; the host's copy must not end before that.
+    asserts.append(f"static_assert(sizeof(TmaCall) <= {ctypes.sizeof(launch.TmaCall)});")
+    asserts.append(f"static_assert(sizeof(TmaCall) > {launch.TmaCall.call.offset + ctypes.sizeof(launch.Call) - 1});")
+    Program('#include "tma_call.cuh"\n' + "\n".join(asserts), "c++", options).compile("cubin")
 
 
 @pytest.mark.parametrize("smem_limit", [99 * 1024, 163 * 1024, 227 * 1024])
@@ -149,7 +180,19 @@ def test_every_head_dim_has_a_legal_tile_on_every_device(smem_limit):
         assert configs.is_legal(config, head_dim, smem_limit)
         slices, width = configs.slices_of(head_dim)
         assert slices * width * configs.CHUNK >= head_dim
-    assert configs.twin_smem(512) <= 227 * 1024
+
+
+def test_every_head_dim_up_to_512_has_a_tile_that_fits_hopper():
+    for head_dim in range(64, 513, 8):
+        if head_dim > configs.WIDEST_TMA:
+            twin = configs.choose_twin(head_dim)
+            assert configs.twin_smem(twin, head_dim) <= 227 * 1024
+            assert configs.half_of(head_dim) * 2 >= head_dim
+        else:
+            for masked in (False, True):
+                one = configs.choose_tma(head_dim, masked)
+                assert configs.tma_smem(one, head_dim) <= 227 * 1024
+                assert one.stages >= 2 * -(-configs.chunks_of(head_dim) // one.piece)
 
 
 def test_no_tile_fits_where_there_is_no_room():

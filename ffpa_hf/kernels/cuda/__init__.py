@@ -43,7 +43,7 @@ def supports(call: AttentionCall, config: CUDABackend | None = None, *, backward
             "not built", "unqualified", NotImplementedError, "{} of the CUDA backend is not built yet", missing
         )
     if config.family == "tma":
-        refused = _no_twin(call)
+        refused = _no_hopper(call)
         if refused is not None:
             return refused
     if call.is_rocm:
@@ -68,8 +68,13 @@ def describe(call: AttentionCall, config: CUDABackend | None = None) -> str:
     """The kernel and tile of a call, in one sentence."""
     is_hopper = call.capability is not None and call.capability[0] == 9
     family = (config or CUDABackend()).family
-    if configs.takes_twin(family, call.head_dim, call.q_len, call.dropout_p > 0, is_hopper):
-        return "twin_forward: 128 x 128 tiles, two blocks of a cluster share the rows; TMA and wgmma."
+    if configs.takes_hopper(family, call.head_dim, call.q_len, call.dropout_p > 0, is_hopper):
+        if call.head_dim > configs.WIDEST_TMA:
+            keys = 2 * configs.choose_twin(call.head_dim).keys
+            return f"twin_forward: 128 x {keys} tiles, two blocks of a cluster share the rows; TMA and wgmma."
+        one = configs.choose_tma(call.head_dim)
+        warpgroups = f"{one.groups} warpgroups, {one.stages} stages"
+        return f"tma_forward: {one.block_m} x {one.block_n} tiles, {warpgroups}; TMA and wgmma."
     tile = configs.choose_native(call.head_dim, configs.smem_limit_of(call.capability or (8, 0)))
     slices, width = configs.slices_of(call.head_dim)
     return (
@@ -78,16 +83,16 @@ def describe(call: AttentionCall, config: CUDABackend | None = None) -> str:
     )
 
 
-def _no_twin(call: AttentionCall) -> Refused | None:
+def _no_hopper(call: AttentionCall) -> Refused | None:
     """Why the kernels for Hopper's own instructions cannot serve a call, None where they can."""
     if call.dropout_p > 0:
         return refuse("dropout", "error", NotImplementedError,
                       "dropout_p={:g}: family='tma' has no dropout; family='native' has", call.dropout_p)  # fmt: skip
     if call.capability is None or call.capability[0] != 9:
         return refuse("target", "fallback", RuntimeError, "family='tma' needs sm_90")
-    if call.head_dim not in configs.TWIN_HEAD_DIMS:
-        return refuse("head dim", "fallback", ValueError, "head_dim {}: family='tma' is built for {}",
-                      call.head_dim, ", ".join(map(str, configs.TWIN_HEAD_DIMS)))  # fmt: skip
+    if call.head_dim > configs.WIDEST_TWIN:
+        return refuse("head dim", "fallback", ValueError, "head_dim {}: family='tma' is built up to {}",
+                      call.head_dim, configs.WIDEST_TWIN)  # fmt: skip
     return None
 
 

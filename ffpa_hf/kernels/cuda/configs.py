@@ -102,22 +102,98 @@ def choose_native(head_dim: int, smem_limit: int) -> NativeConfig:
     raise ValueError(f"no native CUDA tile fits head_dim {head_dim} in {smem_limit} bytes of shared memory")
 
 
-#: Head dims of the twin forward, whose tiles are fixed (src/twin_forward.cu).
-TWIN_HEAD_DIMS = (512,)
-TWIN_ROWS = 128
-TWIN_THREADS = 384
+@dataclass(frozen=True)
+class TmaConfig:
+    """One block of the single-block forward for Hopper (src/tma_forward.cu).
+
+    block_n: keys per step. groups: warpgroups that compute 64 rows each. piece: 64-column chunks in a slot of the ring.
+    stages: slots. turns: warpgroups start their products in turn.
+    """
+
+    block_n: int
+    groups: int
+    piece: int
+    stages: int
+    turns: bool = False
+
+    @property
+    def block_m(self) -> int:
+        """Query rows of one block."""
+        return 64 * self.groups
+
+    @property
+    def threads(self) -> int:
+        """Threads of one block."""
+        return 128 * (self.groups + 1)
 
 
-def takes_twin(family: str, head_dim: int, q_len: int, drops: bool, is_hopper: bool) -> bool:
-    """Whether the twin forward serves a call of the CUDA backend, else the native one."""
+@dataclass(frozen=True)
+class TwinConfig:
+    """One block of the two-block forward for Hopper (src/twin_forward.cu).
+
+    keys: that a block scores per step, half of those of the step. piece, stages: as in `TmaConfig`. late: the other
+    block's probabilities are multiplied a step later.
+    """
+
+    keys: int
+    piece: int
+    stages: int
+    late: bool = False
+
+    block_m = 128
+    threads = 384
+
+
+def tma_smem(config: TmaConfig, head_dim: int) -> int:
+    """Dynamic shared memory in bytes, as src/tma_forward.cu lays it out: query tile, ring, barriers."""
+    ring = config.stages * config.piece * config.block_n * 128
+    return chunks_of(head_dim) * config.block_m * 128 + ring + 8 * (2 * config.stages + 2)
+
+
+def twin_smem(config: TwinConfig, head_dim: int) -> int:
+    """Dynamic shared memory of a block in bytes: query tile, ring, mail, barriers, sums (src/twin_forward.cu)."""
+    ring = config.stages * config.piece * config.keys * 128
+    mail = 2 * (config.keys // 16 * 2048 + 1024)
+    return chunks_of(head_dim) * config.block_m * 128 + ring + mail + 8 * (2 * config.stages + 5) + 512
+
+
+def half_of(head_dim: int) -> int:
+    """Output columns of a block of the twin forward: half of them, in whole sixteens."""
+    return -(-head_dim // 32) * 16
+
+
+#: The widest head dims of the forwards for Hopper's own instructions: one block, two blocks.
+WIDEST_TMA = 320
+WIDEST_TWIN = 512
+#: Rows from which family "auto" prefers them: fewer leave most of a tile empty.
+TMA_ROWS = 128
+
+# By 64-column chunks of the head dim: the config, and the one for calls with a mask or bias, which take more registers.
+_TMA: dict[int, tuple[TmaConfig, TmaConfig]] = {
+    1: (TmaConfig(128, 3, 1, 8), TmaConfig(128, 3, 1, 8)),
+    2: (TmaConfig(176, 2, 2, 4, turns=True), TmaConfig(128, 2, 2, 6)),
+    3: (TmaConfig(112, 2, 3, 4), TmaConfig(112, 2, 3, 4)),
+    4: (TmaConfig(80, 2, 4, 4), TmaConfig(80, 2, 4, 4)),
+    5: (TmaConfig(64, 2, 3, 6), TmaConfig(64, 2, 3, 6)),
+}
+_TWIN = {6: TwinConfig(64, 3, 4), 7: TwinConfig(64, 2, 6), 8: TwinConfig(64, 2, 5)}
+
+
+def choose_tma(head_dim: int, masked: bool = False) -> TmaConfig:
+    """The single-block forward's config for a head dim of at most `WIDEST_TMA`. masked: with a mask or bias."""
+    return _TMA[chunks_of(head_dim)][masked]
+
+
+def choose_twin(head_dim: int) -> TwinConfig:
+    """The twin forward's config for a head dim above `WIDEST_TMA`, at most `WIDEST_TWIN`."""
+    return _TWIN[chunks_of(head_dim)]
+
+
+def takes_hopper(family: str, head_dim: int, q_len: int, drops: bool, is_hopper: bool) -> bool:
+    """Whether a forward for Hopper's own instructions serves a call of the CUDA backend, else the native one."""
     if family != "auto":
         return family == "tma"
-    return is_hopper and head_dim in TWIN_HEAD_DIMS and q_len >= TWIN_ROWS and not drops
-
-
-def twin_smem(head_dim: int) -> int:
-    """Dynamic shared memory of a twin block in bytes: query tile, ring, mailboxes, barriers."""
-    return chunks_of(head_dim) * TWIN_ROWS * 128 + 5 * 16384 + 2 * 8192 + 2 * 1024 + 8 * (5 + 5 + 1 + 2 + 2)
+    return is_hopper and head_dim <= WIDEST_TWIN and q_len >= TMA_ROWS and not drops
 
 
 def smem_limit_of(capability: tuple[int, int]) -> int:

@@ -16,6 +16,7 @@ from ffpa_hf.kernels.common import AttentionInputs, empty_stats
 from ffpa_hf.kernels.cuda import configs, program
 from ffpa_hf.kernels.philox import drop_threshold
 
+_Map = ctypes.c_uint64 * 16
 _LOG2E = 1.4426950408889634
 
 
@@ -50,12 +51,13 @@ class Call(ctypes.Structure):
     ]  # fmt: skip
 
 
-class _TwinCall(ctypes.Structure):
-    """`struct TwinCall` of src/twin_forward.cu, with the tail that its 64-byte alignment adds."""
+class TmaCall(ctypes.Structure):
+    """`struct TmaCall` of src/tma_call.cuh, with the tail that its 64-byte alignment adds."""
 
     _fields_ = [
         ("query", ctypes.c_uint64 * 16), ("key", ctypes.c_uint64 * 16), ("value", ctypes.c_uint64 * 16),
         ("key_b", ctypes.c_int32), ("key_h", ctypes.c_int32), ("value_b", ctypes.c_int32), ("value_h", ctypes.c_int32),
+        ("lanes", ctypes.c_int32), ("section", ctypes.c_int32),
         ("call", Call), ("tail", ctypes.c_uint8 * 64),
     ]  # fmt: skip
 
@@ -108,13 +110,23 @@ def native_variant(
     return program.Variant("native_forward", arch, tuple((name, int(value)) for name, value in macros.items()))
 
 
-def twin_variant(
-    dtype: torch.dtype, *, causal: bool = False, intervals: bool = False, mask: bool = False, key_mask: bool = False,
-    bias: torch.dtype | None = None,
+def hopper_variant(
+    head_dim: int, dtype: torch.dtype, *, causal: bool = False, intervals: bool = False, mask: bool = False,
+    key_mask: bool = False, bias: torch.dtype | None = None,
 ) -> program.Variant:  # fmt: skip
-    """What is compiled for a call of the twin forward on Hopper."""
+    """What is compiled for a call of the forwards for Hopper's own instructions."""
+    masked = mask or key_mask or bias is not None
+    if head_dim > configs.WIDEST_TMA:
+        twin = configs.choose_twin(head_dim)
+        name, tile = "twin_forward", {"KEYS": twin.keys, "PIECE": twin.piece, "STAGES": twin.stages, "LATE": twin.late}
+    else:
+        one = configs.choose_tma(head_dim, masked)
+        name, tile = "tma_forward", {"BN": one.block_n, "GROUPS": one.groups, "PIECE": one.piece, "STAGES": one.stages,
+                                     "TURNS": one.turns}  # fmt: skip
     macros = {
+        "D": head_dim,
         "BFLOAT16": dtype == torch.bfloat16,
+        **tile,
         "CAUSAL": causal,
         "INTERVALS": intervals,
         "MASK": mask,
@@ -123,11 +135,13 @@ def twin_variant(
         "DROPOUT": False,
         "STATS": bias is not None,
     }
-    return program.Variant("twin_forward", "sm_90a", tuple((name, int(value)) for name, value in macros.items()))
+    return program.Variant(name, "sm_90a", tuple((name, int(value)) for name, value in macros.items()))
 
 
 _native_variant = functools.lru_cache(maxsize=1024)(native_variant)
-_twin_variant = functools.lru_cache(maxsize=128)(twin_variant)
+_hopper_variant = functools.lru_cache(maxsize=1024)(hopper_variant)
+#: Bytes of keys and values that heads running at a time may have: half of what Hopper's L2 cache holds.
+_L2 = 24 * 2**20
 
 
 def forward(inputs: AttentionInputs, family: str = "auto") -> tuple[Tensor, Tensor, Tensor]:
@@ -139,14 +153,17 @@ def forward(inputs: AttentionInputs, family: str = "auto") -> tuple[Tensor, Tens
     if lse.numel():
         index = query.device.index if query.device.index is not None else torch.cuda.current_device()
         with _on(index):
-            (_twin if _takes_twin(inputs, family, index) else _native)(inputs, out, lse, stats, index)
+            run = _native
+            if _takes_hopper(inputs, family, index):
+                run = _twin if query.shape[3] > configs.WIDEST_TMA else _tma
+            run(inputs, out, lse, stats, index)
     return out, lse, stats
 
 
-def _takes_twin(inputs: AttentionInputs, family: str, device: int) -> bool:
+def _takes_hopper(inputs: AttentionInputs, family: str, device: int) -> bool:
     _, _, q_len, head_dim = inputs.query.shape
     is_hopper = torch.cuda.get_device_capability(device)[0] == 9
-    return configs.takes_twin(family, head_dim, q_len, _drops(inputs), is_hopper)
+    return configs.takes_hopper(family, head_dim, q_len, _drops(inputs), is_hopper)
 
 
 def _native(inputs: AttentionInputs, out: Tensor, lse: Tensor, stats: Tensor, device: int) -> None:
@@ -162,17 +179,58 @@ def _native(inputs: AttentionInputs, out: Tensor, lse: Tensor, stats: Tensor, de
     _start(variant, device, tiles * slices * batch * heads, config.threads, configs.native_smem(config, head_dim), call)
 
 
+def _tma(inputs: AttentionInputs, out: Tensor, lse: Tensor, stats: Tensor, device: int) -> None:
+    batch, heads, q_len, head_dim = inputs.query.shape
+    masks = _masks(inputs)
+    variant = _hopper_variant(head_dim, inputs.query.dtype, causal=inputs.is_causal, **masks)
+    config = configs.choose_tma(head_dim, bool(masks["mask"] or masks["key_mask"] or masks["bias"]))
+    tiles = -(-q_len // config.block_m)
+    chunks = configs.chunks_of(head_dim)
+    whole = head_dim % configs.CHUNK == 0
+    piece = config.piece if whole and chunks % config.piece == 0 else 0
+    call = _tma_call(
+        inputs, out, lse, stats, tiles,
+        _map(inputs.query, config.block_m, chunks if whole else 0),
+        _map(inputs.key, config.block_n, piece), _map(inputs.value, config.block_n, piece),
+    )  # fmt: skip
+    grid = min(tiles * batch * heads, _processors(device))
+    _start(variant, device, grid, config.threads, configs.tma_smem(config, head_dim), call)
+
+
 def _twin(inputs: AttentionInputs, out: Tensor, lse: Tensor, stats: Tensor, device: int) -> None:
     batch, heads, q_len, head_dim = inputs.query.shape
-    variant = _twin_variant(inputs.query.dtype, causal=inputs.is_causal, **_masks(inputs))
-    tiles = -(-q_len // configs.TWIN_ROWS)
+    variant = _hopper_variant(head_dim, inputs.query.dtype, causal=inputs.is_causal, **_masks(inputs))
+    config = configs.choose_twin(head_dim)
+    tiles = -(-q_len // config.block_m)
+    whole = head_dim % configs.CHUNK == 0 and configs.chunks_of(head_dim) % config.piece == 0
+    half = configs.half_of(head_dim)
+    whole_values = head_dim % (2 * configs.CHUNK) == 0 and configs.chunks_of(half) % config.piece == 0
+    call = _tma_call(
+        inputs, out, lse, stats, tiles,
+        _map(inputs.query, config.block_m, int(whole)),
+        _map(inputs.key, config.keys, config.piece if whole else 0),
+        _map(inputs.value, config.keys, config.piece if whole_values else 0),
+    )  # fmt: skip
+    _start(variant, device, 2 * tiles * batch * heads, config.threads, configs.twin_smem(config, head_dim), call)
+
+
+def _tma_call(
+    inputs: AttentionInputs, out: Tensor, lse: Tensor, stats: Tensor, tiles: int, *maps: ctypes.Array[ctypes.c_uint64]
+) -> TmaCall:
+    batch, heads = inputs.query.shape[:2]
     key_b, key_h = (int(stride != 0) for stride in _strides(inputs.key)[:2])
     value_b, value_h = (int(stride != 0) for stride in _strides(inputs.value)[:2])
-    call = _TwinCall(
-        _map(inputs.query, 128, 1), _map(inputs.key, 64, 2), _map(inputs.value, 32, 4), key_b, key_h, value_b, value_h,
-        _call(inputs, out, lse, stats, tiles),
+    _, _, kv_len, head_dim = inputs.key.shape
+    kept = max(1, _L2 // max(1, 2 * kv_len * head_dim * inputs.key.element_size()))  # heads of keys and values
+    return TmaCall(
+        *maps, key_b, key_h, value_b, value_h,
+        batch * heads, min(kept * inputs.group, batch * heads), _call(inputs, out, lse, stats, tiles),
     )  # fmt: skip
-    _start(variant, device, 2 * tiles * batch * heads, configs.TWIN_THREADS, configs.twin_smem(head_dim), call)
+
+
+@functools.cache
+def _processors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _start(
@@ -213,16 +271,19 @@ def _call(inputs: AttentionInputs, out: Tensor, lse: Tensor, stats: Tensor, tile
 
 
 def _map(tensor: Tensor, rows: int, chunks: int) -> ctypes.Array[ctypes.c_uint64]:
-    """A TMA map over (64 columns, rows, column chunks, heads, batches) in 128-byte swizzle, boxes of rows x chunks.
+    """A TMA map in 128-byte swizzle.
 
-    A dim of stride 0 gets size 1; the kernel multiplies its coordinate by 0. The head dim is a multiple of 64.
+    chunks > 0: over (64 columns, rows, column chunks, heads, batches) in boxes of rows x chunks; the head dim is whole
+    chunks. chunks = 0: over (columns, rows, 1, heads, batches) in boxes of 64 columns x rows; zeros fill what lies past
+    the head dim. A dim of stride 0 gets size 1; the kernel multiplies its coordinate by 0.
     """
     from cuda.bindings import driver
 
     itemsize = tensor.element_size()
     batch, heads, length, width = tensor.shape
     stride_b, stride_h, stride_n, _ = _strides(tensor)
-    sizes = (configs.CHUNK, length, width // configs.CHUNK, heads if stride_h else 1, batch if stride_b else 1)
+    columns = (configs.CHUNK, width // configs.CHUNK) if chunks else (width, 1)
+    sizes = (columns[0], length, columns[1], heads if stride_h else 1, batch if stride_b else 1)
     strides = tuple((stride or width) * itemsize for stride in (stride_n, configs.CHUNK, stride_h, stride_b))
     whole = driver.cuuint64_t
     part = driver.cuuint32_t
@@ -235,7 +296,7 @@ def _map(tensor: Tensor, rows: int, chunks: int) -> ctypes.Array[ctypes.c_uint64
             tensor.data_ptr(),
             [whole(size) for size in sizes],
             [whole(stride) for stride in strides],
-            [part(size) for size in (configs.CHUNK, rows, chunks, 1, 1)],
+            [part(size) for size in (configs.CHUNK, rows, max(chunks, 1), 1, 1)],
             [part(1)] * 5,
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
             driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
@@ -243,7 +304,7 @@ def _map(tensor: Tensor, rows: int, chunks: int) -> ctypes.Array[ctypes.c_uint64
             driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )
     )
-    return (ctypes.c_uint64 * 16)(*(int(word) for word in made.opaque))
+    return _Map(*(int(word) for word in made.opaque))
 
 
 def _on(index: int) -> contextlib.AbstractContextManager[object]:

@@ -63,6 +63,35 @@ __device__ __forceinline__ Range row_range(const Call& call, int batch, int row)
     return range;
 }
 
+// Keys [lo, hi) that some row of a tile sees, empty where lo >= hi, and [inner_lo, inner_hi) that every row does.
+struct Hull {
+    int lo, hi, inner_lo, inner_hi;
+};
+
+// The hull of rows [row0, row0 + ROWS), ROWS a multiple of 32. For whole warps: lanes read the ranges of different rows.
+template <int ROWS>
+__device__ __forceinline__ Hull hull_of(const Call& call, int batch, int row0, int lane) {
+#if INTERVALS
+    Hull hull = {0x7fffffff, 0, 0, 0x7fffffff};
+#pragma unroll
+    for (int i = 0; i < ROWS; i += 32) {
+        if (row0 + i + lane >= call.n_q) continue;
+        const Range range = row_range(call, batch, row0 + i + lane);
+        if (range.start < range.end) hull.lo = min(hull.lo, range.start), hull.hi = max(hull.hi, range.end);
+        hull.inner_lo = max(hull.inner_lo, range.start), hull.inner_hi = min(hull.inner_hi, range.end);
+    }
+    hull.hi = __reduce_max_sync(~0u, hull.hi);
+    hull.lo = min(__reduce_min_sync(~0u, hull.lo), hull.hi);
+    hull.inner_lo = __reduce_max_sync(~0u, hull.inner_lo);
+    hull.inner_hi = __reduce_min_sync(~0u, hull.inner_hi);
+    return hull;
+#elif CAUSAL
+    return {0, min(call.n_kv, min(row0 + ROWS, call.n_q)), 0, min(call.n_kv, row0 + 1)};
+#else
+    return {0, call.n_kv, 0, call.n_kv};
+#endif
+}
+
 // Base-2 logit of a raw product: scaled, biased, -inf where the key is hidden. `tested`: the row's range is checked too.
 struct Seen {
     const u8* mask;      // at (b, h, 0, 0)
@@ -79,7 +108,7 @@ struct Seen {
         const Call& call, float product, int row, int key, Range range, bool tested) const {
         float z = product * call.slope;
         bool visible = !tested || ((!INTERVALS || key >= range.start) && key < range.end);
-        bool there = row < call.n_q && key < call.n_kv;
+        [[maybe_unused]] const bool there = row < call.n_q && key < call.n_kv;
 #if BIAS
         if (there) {
             i64 at = row * call.bias.q + key * call.bias.k;

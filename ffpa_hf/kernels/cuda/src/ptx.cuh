@@ -95,3 +95,8 @@ __device__ __forceinline__ float log2_fast(float x) {
 __device__ __forceinline__ void barrier(int number, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
+
+// This warp's part in such a barrier without waiting there.
+__device__ __forceinline__ void barrier_announce(int number, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
