@@ -68,12 +68,13 @@ struct Hull {
     int lo, hi, inner_lo, inner_hi;
 };
 
-// The hull of rows [row0, row0 + ROWS), ROWS a multiple of 32. For whole warps: lanes read the ranges of different rows.
-template <int ROWS>
+// The hull of rows [row0, row0 + ROWS), ROWS a multiple of 32. For whole warps: lanes read the ranges of different rows,
+// AT_ONCE of each lane's at a time.
+template <int ROWS, int AT_ONCE = ROWS / 32>
 __device__ __forceinline__ Hull hull_of(const Call& call, int batch, int row0, int lane) {
 #if INTERVALS
     Hull hull = {0x7fffffff, 0, 0, 0x7fffffff};
-#pragma unroll
+#pragma unroll AT_ONCE
     for (int i = 0; i < ROWS; i += 32) {
         if (row0 + i + lane >= call.n_q) continue;
         const Range range = row_range(call, batch, row0 + i + lane);

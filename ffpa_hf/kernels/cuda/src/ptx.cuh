@@ -100,3 +100,11 @@ __device__ __forceinline__ void barrier(int number, int threads) {
 __device__ __forceinline__ void barrier_announce(int number, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
+
+// A value that the compiler knows nothing about: what follows from it is not kept in registers, but computed anew.
+template <typename T>
+__device__ __forceinline__ T hidden(T value) {
+    static_assert(sizeof(T) == 4);
+    asm volatile("" : "+r"(value));
+    return value;
+}

@@ -39,7 +39,7 @@ __device__ __forceinline__ void load_chunks(
     if constexpr (WHOLE) {
         load_box(target, map, 0, row, column / 64, head, batch, barrier);
     } else {
-#pragma unroll 1
+#pragma unroll
         for (int c = 0; c < count; ++c) load_box(target + c * chunk_bytes, map, column + 64 * c, row, 0, head, batch, barrier);
     }
 }

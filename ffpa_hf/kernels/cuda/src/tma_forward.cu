@@ -191,22 +191,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tma_forward(const __gri
     u32 q_phase = 0;
     Slots<STAGES> ring;
     if (warp < 4) {
-        give_registers<32>();
+        give_registers<GROUPS == 2 ? 24 : 32>();
         if (warp == 0)
 #pragma unroll 1
             for (int round = 0; tile_of(tma, lanes, round, tile); ++round) {
-                const int i_b = tile.lane_bh / call.heads, i_h = tile.lane_bh % call.heads, i_hkv = i_h / call.group;
-                const Hull hull = hull_of<BM>(call, i_b, tile.row0, lane);
-                const int begin = hull.lo / BN * BN, steps = (hull.hi - begin + BN - 1) / BN;
-                if (lane != 0 || steps <= 0) continue;
-                auto load = [&](const TensorMap* map, int key, int h, int b) {
-#pragma unroll 1
+                const Hull hull = hull_of<BM, 1>(call, tile.lane_bh / call.heads, tile.row0, lane);
+                if (lane != 0 || hull.lo >= hull.hi) continue;
+                // Of the 24 registers that this warpgroup keeps, few are free: what is cheap is computed anew.
+                tile_of(tma, lanes, hidden(round), tile);
+                const int i_b = tile.lane_bh / call.heads, i_h = tile.lane_bh % call.heads;
+                const int i_hkv = i_h / call.group;
+                auto load = [&](const TensorMap* map, int key, int by_head, int by_batch) {
+#pragma unroll
                     for (int p = 0; p < PIECES; ++p) {
                         const int chunks = min(PIECE, CHUNKS - PIECE * p);
                         const u32 full = shared + FULL + 8 * ring.slot, target = shared + RING + ring.slot * SLOT;
                         barrier_wait(shared + EMPTY + 8 * ring.slot, ring.phase ^ 1);
                         barrier_expect(full, chunks * CHUNK);
-                        load_chunks<WHOLE_PIECES>(target, CHUNK, chunks, map, key, 64 * PIECE * p, h, b, full);
+                        load_chunks<WHOLE_PIECES>(target, CHUNK, chunks, map, key, 64 * PIECE * p,
+                                                  hidden(i_hkv) * by_head, hidden(i_b) * by_batch, full);
                         ring.advance();
                     }
                 };
@@ -214,10 +217,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tma_forward(const __gri
                 barrier_expect(shared + Q_FULL, CHUNKS * Q_CHUNK);
                 load_chunks<WHOLE>(shared, Q_CHUNK, CHUNKS, &tma.query, tile.row0, 0, i_h, i_b, shared + Q_FULL);
                 q_phase ^= 1;
+                int key = hull.lo / BN * BN;
+                load(&tma.key, key, tma.key_h, tma.key_b);
 #pragma unroll 1
-                for (int step = 0; step <= steps; ++step) {  // the values of a step behind the keys of the next
-                    if (step < steps) load(&tma.key, begin + step * BN, i_hkv * tma.key_h, i_b * tma.key_b);
-                    if (step > 0) load(&tma.value, begin + (step - 1) * BN, i_hkv * tma.value_h, i_b * tma.value_b);
+                for (; key < hull.hi; key += BN) {  // the values of a step behind the keys of the next
+                    if (key + BN < hull.hi) load(&tma.key, key + BN, tma.key_h, tma.key_b);
+                    load(&tma.value, key, tma.value_h, tma.value_b);
                 }
             }
         return;

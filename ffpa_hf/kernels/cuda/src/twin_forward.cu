@@ -211,21 +211,26 @@ __device__ __forceinline__ void send(
     send8(at.references_remote, rows.own_reference[0], rows.own_reference[1], at.mail_full_remote);
 }
 
+// What a cluster makes.
+struct Tile {
+    int row0, i_b, i_h;
+    // The roles ask for it anew: no register holds it across.
+    __device__ __forceinline__ explicit Tile(const Call& call) {
+        const int index = hidden(blockIdx.x) >> 1, lane_bh = index / call.tiles;
+        int i_tile = index % call.tiles;
+#if CAUSAL
+        i_tile = call.tiles - 1 - i_tile;  // the longest rows first: a late long tile would run alone
+#endif
+        row0 = i_tile * BM, i_b = lane_bh / call.heads, i_h = lane_bh % call.heads;
+    }
+};
+
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 1)
     twin_forward(const __grid_constant__ TmaCall tma) {
     extern __shared__ __align__(1024) u8 memory[];
     const Call& call = tma.call;
     const u32 shared = shared_address(memory);
-    const u32 rank = cluster_rank();
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-
-    int i_tile = (blockIdx.x >> 1) % call.tiles;
-    const int lane_bh = (blockIdx.x >> 1) / call.tiles;
-#if CAUSAL
-    i_tile = call.tiles - 1 - i_tile;  // the longest rows first: a late long tile would run alone
-#endif
-    const int i_b = lane_bh / call.heads, i_h = lane_bh % call.heads, i_hkv = i_h / call.group;
-    const int row0 = i_tile * BM;
 
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) {
@@ -239,41 +244,48 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
-    const Hull hull = hull_of<BM>(call, i_b, row0, lane);  // the same in both blocks
+    const Hull hull = [&] {
+        const Tile tile(call);
+        return hull_of<BM>(call, tile.i_b, tile.row0, lane);  // the same in both blocks
+    }();
     const int begin = hull.lo / BN * BN;
     const int steps = (hull.hi - begin + BN - 1) / BN;
     cluster_sync();
 
     if (warp < 4) {
-        give_registers<32>();
+        give_registers<24>();
         if (threadIdx.x == 0 && steps > 0) {
+            const u32 rank = cluster_rank();
+            const Tile tile(call);
+            const int i_b = tile.i_b, i_hkv = tile.i_h / call.group;
             Slots<STAGES> ring;
             barrier_expect(shared + Q_FULL, CHUNKS * Q_CHUNK);
             for (int c = 0; c < CHUNKS; ++c)
-                load_chunks<WHOLE>(shared + c * Q_CHUNK, Q_CHUNK, 1, &tma.query, row0, 64 * c, i_h, i_b, shared + Q_FULL);
+                load_chunks<WHOLE>(shared + c * Q_CHUNK, Q_CHUNK, 1, &tma.query, tile.row0, 64 * c, tile.i_h, i_b,
+                                   shared + Q_FULL);
             auto load_keys = [&](int step) {
-#pragma unroll 1
+#pragma unroll
                 for (int p = 0; p < K_PIECES; ++p) {
                     const int chunks = min(PIECE, CHUNKS - PIECE * p);
                     const u32 full = shared + FULL + 8 * ring.slot;
                     barrier_wait(shared + EMPTY + 8 * ring.slot, ring.phase ^ 1);
                     barrier_expect(full, chunks * CHUNK);
                     load_chunks<WHOLE>(shared + RING + ring.slot * SLOT, CHUNK, chunks, &tma.key, begin + step * BN + rank * KEYS,
-                                       64 * PIECE * p, i_hkv * tma.key_h, i_b * tma.key_b, full);
+                                       64 * PIECE * p, hidden(i_hkv) * tma.key_h, hidden(i_b) * tma.key_b, full);
                     ring.advance();
                 }
             };
             // `part` 0: of the keys that this block scores, 1: of the others. Before the first step: zeros.
             auto load_values = [&](int step, u32 part) {
                 const int key = step < 0 ? call.n_kv : begin + step * BN + (rank ^ part) * KEYS;
-#pragma unroll 1
+#pragma unroll
                 for (int p = 0; p < V_PIECES; ++p) {
                     const int chunks = min(PIECE, V_CHUNKS - PIECE * p);
                     const u32 full = shared + FULL + 8 * ring.slot;
                     barrier_wait(shared + EMPTY + 8 * ring.slot, ring.phase ^ 1);
                     barrier_expect(full, chunks * CHUNK);
                     load_chunks<WHOLE_VALUES>(shared + RING + ring.slot * SLOT, CHUNK, chunks, &tma.value, key,
-                                              rank * HALF + 64 * PIECE * p, i_hkv * tma.value_h, i_b * tma.value_b, full);
+                                              rank * HALF + 64 * PIECE * p, hidden(i_hkv) * tma.value_h, hidden(i_b) * tma.value_b, full);
                     ring.advance();
                 }
             };
@@ -299,12 +311,14 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
         at.group = (warp - 4) >> 2;
         at.warp = warp & 3;
         at.thread = threadIdx.x & 127;
-        const u32 peer = rank ^ 1;
+        const u32 rank = cluster_rank(), peer = rank ^ 1;
         at.mail_remote = remote_address(shared + MAIL + at.group * MAIL_GROUP + at.thread * 16, peer);
         at.references_remote = remote_address(shared + REFERENCES + at.group * 1024 + at.thread * 8, peer);
         at.mail_full_remote = remote_address(shared + MAIL_FULL + 8 * at.group, peer);
         at.mail_free_remote = remote_address(shared + MAIL_FREE + 8 * at.group, peer);
         const int g = lane >> 2, t = lane & 3;
+        const Tile tile(call);
+        const int row0 = tile.row0, i_b = tile.i_b, i_h = tile.i_h;
         int row[2];
         Range range[2];
 #pragma unroll
@@ -429,7 +443,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
             else
                 store_row<D - HALF>(target + HALF, rows.out + 2 * r, norm, t, there);
             if (rank == 0 && t == 0 && there) {
-                const i64 where = static_cast<i64>(lane_bh) * call.n_q + row[r];
+                const i64 where = (static_cast<i64>(i_b) * call.heads + i_h) * call.n_q + row[r];
                 const float log_sum = log2_fast(total);
                 call.lse[where] = empty ? -infinity() : (rows.reference[r] + log_sum) * LN2;
 #if STATS

@@ -27,12 +27,6 @@ __device__ __forceinline__ u64 matrix(u32 address, u32 near, u32 far) {
            static_cast<u64>(far >> 4) << 32 | 1ull << 62;
 }
 
-// The compiler may not know that this is loop invariant: hoisted descriptors spill.
-__device__ __forceinline__ u32 hidden(u32 value) {
-    asm volatile("" : "+r"(value));
-    return value;
-}
-
 // The place holders of the first so many operands, and those operands: accumulators of a thread.
 #define PLACES_8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define PLACES_16 PLACES_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
