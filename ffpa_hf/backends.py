@@ -56,7 +56,7 @@ class CUDABackend:
 
     Not built yet, so that a call raises NotImplementedError: family="cute", acc="f16", enable_fp4, qk="int8".
 
-    family: "native" (any sm_80+), "tma" (so far sm_90, head dim 512, no dropout), "cute" (CuTe C++); "auto" picks.
+    family: "native" (any sm_80+), "tma" (sm_90, head dims up to 512, no dropout), "cute" (CuTe C++); "auto" picks.
     acc: accumulator of the matrix products, "f32", or "f16" for fp16 inputs.
     enable_fp8: quantise query, key, value and probabilities to e4m3 (sm_90, head dims 64 to 512). About 5% error on
         normal inputs instead of 0.3%; no gradient unless a backward backend is named, which then works in the input

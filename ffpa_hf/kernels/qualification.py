@@ -40,6 +40,8 @@ _COMPILERS = {
     "triton": ("triton", "pytorch-triton-rocm", "triton-rocm", "triton-windows"),
     "cuda": ("nvidia-cuda-nvrtc",),
 }
+#: Targets that a family's portable sources are kin on, once they ran on one (CUDA C++: the `native` forward).
+_PORTABLE = {"cuda": ("sm_80", "sm_86", "sm_89", "sm_100", "sm_120")}
 _SHIPPED = Path(__file__).parent / "tuning" / "verdicts.json"
 _USER_FILE = "verdicts.json"
 
@@ -205,7 +207,8 @@ def record(results: Path, shipped_path: Path = _SHIPPED) -> str:
             f"{results}: the run tested sources {content['source_hash']}, not {source_hash(family)}; run it again."
         )
     verdicts = json.loads(shipped_path.read_text(encoding="utf-8"))
-    entry = verdicts.setdefault(family, {"source_hash": None, "ran": {}, "kin": [], "unrun": []})
+    kin = list(_PORTABLE.get(family, ()))
+    entry = verdicts.setdefault(family, {"source_hash": None, "ran": {}, "kin": kin, "unrun": []})
     if entry["source_hash"] != content["source_hash"]:
         entry["ran"] = {}  # what ran before were other sources
     entry["source_hash"] = content["source_hash"]

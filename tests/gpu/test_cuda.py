@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ffpa_hf import CUDABackend, RowIntervals, explain, ffpa_attn_func
+from ffpa_hf import CUDABackend, RowIntervals, explain, ffpa_attn_func, settings
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,6 +19,13 @@ pytestmark = [
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 FAMILIES = ["native", *(["tma"] if IS_HOPPER else [])]
+
+
+@pytest.fixture(autouse=True)
+def unproved():
+    """Kernels run here before any verdict: these tests are part of their proof."""
+    with settings.override(allow_unqualified=True):
+        yield
 
 
 def randn(*shape: int) -> Tensor:
@@ -104,12 +111,14 @@ def test_long_rows_of_growing_scores_are_rescaled_rightly(forced):
     assert distance(out, exact(query.double(), key.double(), value.double())) < 5e-3
 
 
-@pytest.mark.parametrize("length", [1, 7, 63, 64, 65, 127, 128, 129, 255, 257])
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 127, 128, 129, 257])
+@pytest.mark.parametrize("head_dim", [64, 128, 200, 320, 384, 448, 512])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_odd_lengths(forced, family, length):
+def test_odd_lengths(forced, family, head_dim, length):
     for keys in (1, 63, 64, 65, 128, 129, 300):
-        query, key, value = randn(1, 2, length, 512), randn(1, 2, keys, 512), randn(1, 2, keys, 512)
+        query = randn(1, 2, length, head_dim)
+        key, value = randn(1, 2, keys, head_dim), randn(1, 2, keys, head_dim)
         out, lse = ffpa_attn_func(query, key, value, backend=CUDABackend(family=family), return_lse=True)
         assert distance(out, exact(query.double(), key.double(), value.double())) < 5e-3
-        scores = query.double() @ key.double().transpose(-1, -2) / math.sqrt(512)
+        scores = query.double() @ key.double().transpose(-1, -2) / math.sqrt(head_dim)
         assert torch.allclose(lse.double(), torch.logsumexp(scores, -1), atol=1e-3)
