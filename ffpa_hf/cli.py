@@ -376,6 +376,9 @@ def bench(
     if merge:
         files = [cli_results.merge(files or [], name, output)]
     if files:
+        if cases or providers or directions or check_auto or e2e:
+            text = "results files are not timed: leave out --cases, --providers, --directions, --check-auto and --e2e."
+            raise typer.BadParameter(text, param_hint="FILES")
         cli_results.show(files, wanted, _console(stderr=as_json))
         return
     if list_:

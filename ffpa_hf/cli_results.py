@@ -6,6 +6,7 @@ Parses, calls, prints; times nothing. Heavy imports stay inside the functions.
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -34,7 +35,11 @@ class Wanted:
             load([self.compare], "--compare")
         if not self.threshold >= 0:
             raise typer.BadParameter("use a percentage, 0 or more.", param_hint="--threshold")
+        if self.html is not None and self.html.is_dir():
+            raise typer.BadParameter(f"{self.html} is a folder; name a file.", param_hint="--html")
         if self.plot is not None:
+            if self.plot.exists() and not self.plot.is_dir():
+                raise typer.BadParameter(f"{self.plot} is no folder.", param_hint="--plot")
             import importlib.util
 
             if importlib.util.find_spec("matplotlib") is None:
@@ -104,9 +109,18 @@ def finish(runs: Sequence[tuple[str, Results]], wanted: Wanted, console: Any) ->
     if wanted.compare is not None:
         contents[0]["compare"], worse = _compare(runs[0][1], wanted, console)
     if wanted.json:
-        print(json.dumps(contents[0] if len(contents) == 1 else contents, indent=1, allow_nan=False))
+        print(json.dumps(_finite(contents[0] if len(contents) == 1 else contents), indent=1, allow_nan=False))
     if worse:
         raise typer.Exit(1)
+
+
+def _finite(content: Any) -> Any:
+    """JSON has neither infinity nor NaN, and a wrong kernel's error is one of them: null."""
+    if isinstance(content, dict):
+        return {name: _finite(value) for name, value in content.items()}
+    if isinstance(content, list):
+        return [_finite(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
 def _compare(new: Results, wanted: Wanted, console: Any) -> tuple[dict[str, Any], bool]:

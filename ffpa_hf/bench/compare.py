@@ -69,6 +69,7 @@ def _change(old: Row, new: Row, threshold: float) -> Change:
 
 def table(changes: Iterable[Change]) -> Any:
     """The changes as a rich table; what is worse is marked."""
+    from rich.markup import escape
     from rich.table import Table
 
     def number(value: float | None, form: str) -> str:
@@ -88,6 +89,6 @@ def table(changes: Iterable[Change]) -> Any:
             number(each.speed, "{:.3f}"),
             number(each.old_times_sdpa, "{:.2f}"),
             number(each.new_times_sdpa, "{:.2f}"),
-            " ".join(word for word in ("[red]WORSE[/red]" if each.worse else "", each.note) if word),
+            " ".join(word for word in ("[red]WORSE[/red]" if each.worse else "", escape(each.note)) if word),
         )
     return view

@@ -7,6 +7,7 @@ bytes with the same matplotlib. Knows nothing of how a number was measured.
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,7 +93,7 @@ def _groups(results: Results, kind: Kind) -> dict[tuple[str, str], dict[str, flo
     groups: dict[tuple[str, str], dict[str, float]] = {}
     for row in results.rows:
         value = kind.value(row) if row.ms is not None else None
-        if value is None or (row.provider == "sdpa" and not kind.baseline) or not value > 0:
+        if value is None or (row.provider == "sdpa" and not kind.baseline) or not 0 < value < math.inf:
             continue
         groups.setdefault((row.case, row.direction), {})[row.provider] = value
     return groups

@@ -148,6 +148,7 @@ def versions() -> dict[str, str]:
 
 def table(results: Results) -> Any:
     """The rows as a rich table, one block per case and direction."""
+    from rich.markup import escape
     from rich.table import Table
 
     view = Table(title=f"{results.device}, {results.date}", title_justify="left", expand=False)
@@ -178,7 +179,7 @@ def table(results: Results) -> Any:
             _number(row.speedup_vs_sdpa, "{:.2f}"),
             _number(row.relative_error, "{:.2e}"),
             _number(row.peak_gb, "{:.2f}"),
-            row.note,
+            escape(row.note),
         )
     return view
 

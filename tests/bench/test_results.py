@@ -216,6 +216,24 @@ def test_a_run_can_be_compared_drawn_and_printed_as_json_at_once(tmp_path):
     assert "cpu_self" in (tmp_path / "page.html").read_text()
 
 
+def test_odd_numbers_and_notes_are_shown_and_are_no_json(files):
+    pytest.importorskip("matplotlib")
+    run = run_of(*pair())
+    run.rows[1].relative_error, run.rows[1].note = float("nan"), "failed: [/red] [Errno 2]"
+    (path,) = files(odd=run)
+    assert "[/red] [Errno 2]" in invoke("bench", path)
+    done = CliRunner().invoke(app, ["bench", "--json", str(path)])
+    assert json.loads(done.stdout)["rows"][1]["relative_error"] is None
+    assert "error" not in plots.draw(results.load(path))
+
+
+def test_places_and_options_that_do_not_fit_are_named(files, tmp_path):
+    (path,) = files(a=run_of(*pair()))
+    assert "--plot" in invoke("bench", "--plot", path, path, code=2)
+    assert "--html" in invoke("bench", "--html", tmp_path, path, code=2)
+    assert "not timed" in invoke("bench", "--cases", "cpu_self", path, code=2)
+
+
 # --- plots and the page -----------------------------------------------------------------------------------------------
 
 
