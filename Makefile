@@ -12,7 +12,7 @@ CPU_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 PYTEST_CPU := $(CPU_ENV) $(BIN)/python -m pytest -n $(WORKERS) --timeout 600 -q
 
 .DEFAULT_GOAL := help
-.PHONY: help install test test-slow compile-table test-transformers sweep-transformers test-quantised sweep lint format demo docs notebooks test-gpu bench clean
+.PHONY: help install test test-slow compile-table test-transformers sweep-transformers test-quantised sweep lint format demo docs notebooks test-gpu sanitize soak random-calls bench clean
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 20
@@ -80,6 +80,15 @@ notebooks: $(STAMP) ## run notebooks/*.py and keep each with its outputs as .ipy
 
 test-gpu: ## the suite with real kernels, and the GPU-only tests
 	PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest -q -m "not slow" $(ARGS)
+
+sanitize: ## compute-sanitizer over small calls of every kernel, on a GPU; e.g. make sanitize ARGS="--tools memcheck"
+	PYTHONPATH=$(CURDIR) $(PYTHON) scripts/sanitize.py $(ARGS)
+
+soak: ## 10,000 mixed calls: flat memory, nothing compiled late
+	PYTHONPATH=$(CURDIR) $(PYTHON) scripts/soak.py $(ARGS)
+
+random-calls: ## 20,000 random calls on a GPU against float64, in chunks; again resumes
+	PYTHONPATH=$(CURDIR) $(PYTHON) scripts/random_calls.py --output random-calls.json $(ARGS)
 
 bench: ## ffpa-hf bench, e.g. make bench ARGS="--cases d512_self_8k"
 	PYTHONPATH=$(CURDIR) $(PYTHON) -m ffpa_hf bench $(ARGS)
