@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ffpa_hf import cli_compile as ahead
 from ffpa_hf import cli_results
 from ffpa_hf import cli_tuning as tuning
 
@@ -572,6 +573,10 @@ app.command(
         "ffpa-hf record train.py --steps 2", "ffpa-hf record --json --output calls.json -m package.program"
     ),
 )(tuning.record)
+
+app.command(
+    "compile", epilog=_examples("ffpa-hf compile --arch sm_80,sm_90a --head-dims 128,512 --precision bf16,fp16")
+)(ahead.compile_kernels)
 
 
 # --- selftest ---------------------------------------------------------------------------------------------------------
