@@ -438,6 +438,8 @@ def _backward(
     answer = ask(forward.name, call, forward, backward=True)
     if isinstance(answer, Accepted):
         return forward, "the forward's own", None
+    if isinstance(forward, CuTeDSLBackend) and isinstance(ask("triton", call, backward=True), Accepted):
+        return _DEFAULT_CONFIG["triton"], "goes with the CuTe-DSL forward, which has no backward of its own for this", None
     problem = _error(answer, call, forward.name)
     return None, str(problem), problem
 

@@ -11,7 +11,8 @@ import torch
 
 #: Modules that build kernels. Of the CUDA backend's, all but launching.
 _BUILDING = re.compile(
-    r"triton\.compiler(\.|$)|triton\.runtime\.build$|triton\.backends\.\w+\.compiler$|ffpa_hf\.kernels\.cuda\.program$"
+    r"triton\.compiler(\.|$)|triton\.runtime\.build$|triton\.backends\.\w+\.compiler$|ffpa_hf\.kernels\.cuda\.program$|"
+    r"ffpa_hf\.kernels\.cute\.build$"
 )
 
 

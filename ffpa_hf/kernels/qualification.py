@@ -22,7 +22,7 @@ from ffpa_hf.kernels.tuning import constant_under_compile, store
 
 #: Kernel families that can be qualified, each on its own: a folder, or some files of one. "triton" is attention,
 #: "triton-qkv" what runs between the projections and attention; "cuda-fp8" is attention on codes of eight bits.
-FAMILIES: tuple[str, ...] = ("triton", "triton-qkv", "cuda", "cuda-fp8")
+FAMILIES: tuple[str, ...] = ("triton", "triton-qkv", "cuda", "cuda-fp8", "cute")
 _FOLDERS = {"triton-qkv": "triton", "cuda-fp8": "cuda"}
 _OWN_FILES: dict[str, tuple[str, ...]] = {
     "triton-qkv": ("qkv_kernels.py",),
@@ -39,6 +39,7 @@ _SHARED_FILES: dict[str, tuple[str, ...]] = {
 _COMPILERS = {
     "triton": ("triton", "pytorch-triton-rocm", "triton-rocm", "triton-windows"),
     "cuda": ("nvidia-cuda-nvrtc",),
+    "cute": ("nvidia-cutlass-dsl",),
 }
 #: Targets that a family's portable sources are kin on, once they ran on one (CUDA C++: the `native` forward).
 _PORTABLE = {"cuda": ("sm_80", "sm_86", "sm_89", "sm_100", "sm_120")}

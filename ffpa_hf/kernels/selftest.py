@@ -159,6 +159,8 @@ def grid_of(family: str, interpreted: bool = False, is_hopper: bool = False) -> 
         return ()
     if family in _SUITES:
         return importlib.import_module(_SUITES[family][0]).grid(interpreted)
+    if family == "cute":
+        return _cute_grid() if is_hopper else ()
     return _forward_grid(is_hopper) if family == "cuda" else grid(interpreted)
 
 
@@ -169,6 +171,17 @@ def _forward_grid(is_hopper: bool) -> tuple[Check, ...]:
     wide = [check for check in calls if check.head_dim <= WIDEST_TWIN and not check.dropout_p]
     calls = [replace(check, kernel="native") for check in calls]
     return tuple(calls + [replace(check, kernel="tma") for check in wide if is_hopper])
+
+
+def _cute_grid() -> tuple[Check, ...]:
+    """The calls that the CuTe-DSL forward serves, and one of a single key."""
+    calls = [
+        check for check in grid()
+        if check.head_dim <= 320 and check.mask in ("none", "causal") and not check.dropout_p
+        and check.softcap is None and not check.sinks and not check.broadcast_grad
+    ]  # fmt: skip
+    calls = [replace(check, grad_lse=False) for check in calls]
+    return tuple(dict.fromkeys([*calls, Check(torch.bfloat16, 64, 300, 1)]))
 
 
 def grid(interpreted: bool = False) -> tuple[Check, ...]:
