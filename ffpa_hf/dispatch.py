@@ -242,7 +242,9 @@ def forget_plans() -> None:
 def _plan(call: AttentionCall, route: Route) -> Plan:
     both = resolve_backend(route.backend)
     forward = resolve_backend(route.forward_backend, "forward_backend") or both
-    backward = resolve_backend(route.backward_backend, "backward_backend") or (both if _has_backward(both) else None)
+    # CuTe-DSL's own backward is the default behind its forward, and Triton's where that is not built.
+    fills = _has_backward(both) and not (isinstance(both, CuTeDSLBackend) and route.forward_backend is None)
+    backward = resolve_backend(route.backward_backend, "backward_backend") or (both if fills else None)
     explicit = route.strict and forward is not None
     impossible = _impossible_pair(forward, backward, call)
     if impossible is not None and (route.strict or forward is not None and forward.name == "sdpa"):
@@ -439,7 +441,7 @@ def _backward(
     if isinstance(answer, Accepted):
         return forward, "the forward's own", None
     if isinstance(forward, CuTeDSLBackend) and isinstance(ask("triton", call, backward=True), Accepted):
-        return _DEFAULT_CONFIG["triton"], "goes with the CuTe-DSL forward, which has no backward of its own for this", None
+        return _DEFAULT_CONFIG["triton"], "goes with the CuTe-DSL forward", None
     problem = _error(answer, call, forward.name)
     return None, str(problem), problem
 

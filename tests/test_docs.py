@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib
 import os
 import re
@@ -352,7 +353,10 @@ PROVOKED: dict[str, tuple[Callable[[], Any], type[Exception]]] = {
         TypeError,
     ),
     "softcap=…: the … backend has none": (lambda: call(backend="cuda", softcap=30.0), NotImplementedError),
-    "the CuTe-DSL backend is not built yet": (lambda: planned(H200, backend="cute"), NotImplementedError),
+    "… of the CuTe-DSL backend is not built yet": (
+        lambda: planned(dataclasses.replace(H200, softcap=30.0), backend="cute"),
+        NotImplementedError,
+    ),
     "forward_backend=… cannot pair with backward_backend=…": (
         lambda: planned(H200, forward_backend="sdpa", backward_backend="triton"),
         ValueError,

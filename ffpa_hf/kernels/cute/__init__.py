@@ -30,7 +30,7 @@ CAPABILITY = Capability(
 
 
 def supports(call: AttentionCall, config: CuTeDSLBackend | None = None, *, backward: bool = False) -> Answer:
-    """Accepted, or Refused with the first rule that applies; what the design has and the code has not is "not built"."""
+    """Accepted, or Refused with the first rule that applies; "not built" is what the design has and the code not."""
     refused = refusal(CAPABILITY, call, backward=backward)
     if refused is not None:
         return refused
@@ -62,7 +62,7 @@ def describe(call: AttentionCall, config: CuTeDSLBackend | None = None) -> str:
     """The kernel and tile of a call, in one sentence."""
     chosen = configs.choose(call.head_dim, "float16", call.is_causal)
     return (
-        f"forward_sm90: {configs.ROWS} x {chosen.block_n} tiles, {chosen.k_stages} stages of keys and {chosen.v_stages} "
+        f"forward_sm90: {configs.ROWS} x {chosen.block_n} tiles, {chosen.k_stages} stages of keys, {chosen.v_stages} "
         "of values; TMA and wgmma."
     )
 

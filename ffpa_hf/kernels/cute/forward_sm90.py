@@ -81,8 +81,8 @@ class Forward:
         self, q_atom: cute.CopyAtom, q_tma: cute.Tensor, k_atom: cute.CopyAtom, k_tma: cute.Tensor,
         v_atom: cute.CopyAtom, v_tma: cute.Tensor, out: cute.Tensor, lse: cute.Tensor, q_layout: cute.ComposedLayout,
         k_layout: cute.ComposedLayout, v_layout: cute.ComposedLayout, scores_mma: cute.TiledMma,
-        more_mma: cute.TiledMma, values_mma: cute.TiledMma, slope: Float32, group: Int32, by_head: Int32, by_batch: Int32,
-        value_by_head: Int32, value_by_batch: Int32, tiles: Int32, n_kv: Int32,
+        more_mma: cute.TiledMma, values_mma: cute.TiledMma, slope: Float32, group: Int32, by_head: Int32,
+        by_batch: Int32, value_by_head: Int32, value_by_batch: Int32, tiles: Int32, n_kv: Int32,
     ):  # fmt: skip
         config = self.config
         block_n, width = config.block_n, config.width
@@ -256,9 +256,7 @@ class Forward:
                         pair[e] = (acc[4 * j + 2 * r + e] * factor).to(out.element_type)
                     cute.autovec_copy(pair, pairs[None, 4 * j + lane % 4])
                 if lane % 4 == 0:
-                    lse[i_b, i_h, at] = (
-                        (reference[r] + compat.log2(whole)) * _LN2 if whole > 0.0 else -Float32.inf
-                    )
+                    lse[i_b, i_h, at] = (reference[r] + compat.log2(whole)) * _LN2 if whole > 0.0 else -Float32.inf
 
 
 def _rows_first(tensor):

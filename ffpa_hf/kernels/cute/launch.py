@@ -32,7 +32,7 @@ _NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 def forward(inputs: AttentionInputs) -> tuple[Tensor, Tensor, Tensor]:
     """(out like query, lse fp32 [B, Hq, Nq], empty row statistics). Masks, softcap and sinks never come here."""
-    query, key, value = inputs.query, inputs.key, inputs.value
+    query, key = inputs.query, inputs.key
     out = torch.empty_like(query)
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
     if not lse.numel():
@@ -79,7 +79,7 @@ def _shared(tensor: Tensor) -> tuple[Tensor, int, int]:
 
     A TMA descriptor has no stride 0.
     """
-    factors = tuple(0 if size == 1 or stride == 0 else 1 for size, stride in zip(tensor.shape[:2], tensor.stride()[:2], strict=True))
+    factors = tuple(int(tensor.shape[dim] > 1 and tensor.stride(dim) != 0) for dim in range(2))
     for dim, factor in enumerate(factors):
         if not factor:
             tensor = tensor.narrow(dim, 0, 1)
