@@ -2,8 +2,8 @@
 
     python benchmarks/cute_check.py [--seconds 20]
 
-Kernels are compiled (or read from the cache) before a check's clock starts, so that the limit is one of running: a kernel
-that waits for ever costs its own process alone. Prints the device, the versions and a line for each check and time.
+Kernels are compiled (or read from the cache) before a check's clock starts, so that the limit is one of running: a
+kernel that waits for ever costs its own process alone. Prints the device, the versions, a line for each check and time.
 Times are medians over CUDA events beside F.sdpa in one process; FLOPs 4 B H D for each allowed pair.
 """
 
