@@ -52,6 +52,15 @@ __device__ __forceinline__ float exp2_cubic(float x) {
     return cubic * __int_as_float((__float_as_int(shifted) << 23) + 0x3f800000);
 }
 
+// An output in the range of its dtype: rounding may carry a mean past the largest fp16 value. NaN stays NaN.
+__device__ __forceinline__ float in_range(float x) {
+#if BFLOAT16
+    return x;
+#else
+    return x > 65504.f ? 65504.f : x < -65504.f ? -65504.f : x;
+#endif
+}
+
 template <int SLOTS>
 struct Ring {
     int slot = 0;
@@ -467,7 +476,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_forward(const __gri
                 const float a = rows.out[4 * n + 2 * r] * norm[r], b = rows.out[4 * n + 2 * r + 1] * norm[r];
                 const bool empty = norm[r] == 0.f;
                 *reinterpret_cast<u32*>(target[r] + column) =
-                    pack(empty ? 0.f : fmaf(a, scale.x, mean.x), empty ? 0.f : fmaf(b, scale.y, mean.y));
+                    pack(empty ? 0.f : in_range(fmaf(a, scale.x, mean.x)), empty ? 0.f : in_range(fmaf(b, scale.y, mean.y)));
             }
     }
 }
