@@ -41,7 +41,6 @@ def _text(name: str) -> str:
     text = (program.SOURCES / name).read_text("utf-8").replace("#pragma once", "")
     if name == "fp8_hopper.cuh":  # the descriptor is the kernel's own; copies and products are the model's
         text = text.split("// One linear copy of a tile")[0]
-    text = re.sub(r"#if __has_include.*?\n(.*?)#endif", r"\1", text, flags=re.DOTALL)
     return re.sub(r'#include "(.*?)"', lambda found: _once(found[1]), text)
 
 

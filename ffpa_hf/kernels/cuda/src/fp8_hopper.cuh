@@ -3,9 +3,7 @@
 #pragma once
 #include "fp8.cuh"
 #include "hopper.cuh"
-#if __has_include("wgmma.cuh")
 #include "wgmma.cuh"
-#endif
 
 // Matrix descriptor of a tile whose rows are WIDTH bytes, eight of them a swizzle group.
 template <int WIDTH>
