@@ -180,8 +180,7 @@ def child(head_dim: int, what: str, first: int) -> None:
     torch.ones(1, device="cuda").sum().item()
     print("ready", flush=True)
     sys.stdin.readline()
-    jobs: list[Any] = checks_of(head_dim) if what == "check" else TIMED[head_dim]
-    for job in jobs[first:]:
+    for job in jobs_of(head_dim, what)[first:]:
         try:
             if what == "check":
                 problem = run_check(job)
@@ -200,11 +199,13 @@ def child(head_dim: int, what: str, first: int) -> None:
 
 
 class Watched:
-    """A child and the lines it has printed."""
+    """A child and the lines it has printed. script: what it runs; other scripts have children of the same manners."""
+
+    script = __file__
 
     def __init__(self, head_dim: int, what: str, first: int = 0) -> None:
         self.head_dim, self.what, self.first = head_dim, what, first
-        command = [sys.executable, __file__, "--child", str(head_dim), what, str(first)]
+        command = [sys.executable, self.script, "--child", str(head_dim), what, str(first)]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
@@ -239,16 +240,22 @@ class Watched:
         return given
 
 
-def watch(head_dims: list[int], what: str) -> dict[str, list[str]]:
+def jobs_of(head_dim: int, what: str) -> list[Any]:
+    return checks_of(head_dim) if what == "check" else TIMED[head_dim]
+
+
+def watch(
+    head_dims: list[int], what: str, jobs_of: Any = jobs_of, kind: type[Watched] = Watched
+) -> dict[str, list[str]]:
     """The lines of every head dim. Processes start ahead and work one after the other."""
     waiting = [(head_dim, 0) for head_dim in head_dims]
     started: list[Watched] = []
     found: dict[str, list[str]] = {}
     while waiting or started:
         while waiting and len(started) < AHEAD:
-            started.append(Watched(waiting[0][0], what, waiting.pop(0)[1]))
+            started.append(kind(waiting[0][0], what, waiting.pop(0)[1]))
         one = started.pop(0)
-        jobs: list[Any] = checks_of(one.head_dim) if what == "check" else TIMED[one.head_dim]
+        jobs = jobs_of(one.head_dim, what)
         count = len(jobs) - one.first
         lines = one.results(count)
         if lines[-1] == "HANG":

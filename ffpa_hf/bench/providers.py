@@ -243,6 +243,27 @@ def _fa3(case: Case, device: torch.device) -> list[Variant]:
     return [Variant("", _flash_call(module.flash_attn_func, case, -1))]
 
 
+def _fa3_fp8(case: Case, device: torch.device) -> list[Variant]:
+    """Its FP8 kernel, which takes e4m3 tensors: the conversion, by one scale for each head, is timed with it."""
+    module = _import("fa3_fwd_interface", "fa3-fwd", case)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, **more: Any) -> Any:
+        codes, scales = zip(*(_one_scale_per_head(x, case.kv_heads) for x in (query, key, value)), strict=True)
+        names = ("q_descale", "k_descale", "v_descale")
+        return module.flash_attn_func(*codes, **dict(zip(names, scales, strict=True)), **more)
+
+    return [Variant("with its quantisation", _flash_call(attend, case, -1))]
+
+
+def _one_scale_per_head(tensor: Tensor, kv_heads: int) -> tuple[Tensor, Tensor]:
+    """e4m3 codes of `[B, N, H, D]` and their scales, float32 `[B, kv_heads]`, one for the query heads of a key head."""
+    batch, _, heads, _ = tensor.shape
+    largest = tensor.abs().amax((1, 3)).float().view(batch, kv_heads, heads // kv_heads).amax(2)
+    scale = (largest / 448).clamp(min=1e-12)
+    inverse = (1 / scale).repeat_interleave(heads // kv_heads, 1)[:, None, :, None]
+    return (tensor * inverse.to(tensor.dtype)).clamp(-448, 448).to(torch.float8_e4m3fn), scale
+
+
 # --- ours -------------------------------------------------------------------------------------------------------------
 
 
@@ -292,9 +313,11 @@ PROVIDERS: tuple[Provider, ...] = (
     Provider("ffpa-attn/cute", _ffpa_attn_cute),
     Provider("fa4", _fa4, layout="BNHD"),
     Provider("fa3", _fa3, layout="BNHD", directions=("fwd",)),
+    Provider("fa3-fp8", _fa3_fp8, layout="BNHD", directions=("fwd",)),
     Provider("ffpa_hf/auto", _ours(None)),
     Provider("ffpa_hf/triton", _ours("triton")),
     Provider("ffpa_hf/cuda", _ours("cuda"), directions=("fwd",)),  # its backward is Triton's
+    Provider("ffpa_hf/cuda-fp8", _ours("cuda-fp8"), directions=("fwd",)),  # quantisation is part of the call
 )
 
 #: Providers that need nothing beyond torch and this library; what runs when none are named, with the installed peers.
@@ -302,7 +325,7 @@ BUILT_IN = ("sdpa", "sdpa-cudnn", "flex", "ffpa_hf/auto", "ffpa_hf/triton")
 
 
 def select(names: list[str] | None, device: torch.device) -> tuple[Provider, ...]:
-    """The providers named, in table order; without names, all that this machine can import.
+    """The providers named, in table order; without names, all 16-bit ones that this machine can import.
 
     Raises ValueError for a name that is none.
     """
@@ -314,7 +337,8 @@ def select(names: list[str] | None, device: torch.device) -> tuple[Provider, ...
         return tuple(provider for provider in PROVIDERS if provider.name in names)
     modules = {"ffpa-attn/triton": "ffpa_attn", "ffpa-attn/cute": "ffpa_attn"}
     modules |= {"fa4": "flash_attn.cute", "fa3": "fa3_fwd_interface", "ffpa_hf/cuda": "cuda.bindings"}
-    chosen = [provider for provider in PROVIDERS if provider.name in BUILT_IN or _found(modules[provider.name])]
+    # 8-bit providers answer another question: they are timed where they are named.
+    chosen = [p for p in PROVIDERS if p.name in BUILT_IN or (p.name in modules and _found(modules[p.name]))]
     if device.type != "cuda":
         chosen = [provider for provider in chosen if provider.name in ("sdpa", "ffpa_hf/auto", "ffpa_hf/triton")]
     return tuple(chosen)

@@ -415,7 +415,15 @@ def copy_tb_s(device: torch.device) -> float:
 
 
 #: Providers whose kernels are compiled when first called, and kept on disk where the next process finds them.
-COMPILED = ("flex", "ffpa-attn/triton", "ffpa_hf/auto", "ffpa_hf/triton", "ffpa_hf/cuda", "ffpa_hf/cute")
+COMPILED = (
+    "flex",
+    "ffpa-attn/triton",
+    "ffpa_hf/auto",
+    "ffpa_hf/triton",
+    "ffpa_hf/cuda",
+    "ffpa_hf/cuda-fp8",
+    "ffpa_hf/cute",
+)
 
 
 def warm(

@@ -27,9 +27,11 @@ TITLES = {
     "ffpa-attn/cute": "ffpa-attn, CuTe-DSL",
     "fa4": "FlashAttention-4",
     "fa3": "FlashAttention-3",
+    "fa3-fp8": "FlashAttention-3, FP8",
     "ffpa_hf/auto": "ffpa_hf",
     "ffpa_hf/triton": "ffpa_hf, Triton",
     "ffpa_hf/cuda": "ffpa_hf, CUDA C++",
+    "ffpa_hf/cuda-fp8": "ffpa_hf, CUDA C++, FP8",
     "ffpa_hf/cute": "ffpa_hf, CuTe-DSL",
 }
 _KERNEL_DIRECTIONS = ("fwd", "bwd", "fwd+bwd")
