@@ -225,16 +225,21 @@ def recall(name: tuple[Any, ...]) -> Plan | None:
     return known[2]
 
 
-def remember(name: tuple[Any, ...], made: Plan) -> None:
-    """Keep a plan for `recall`."""
+def plan_state() -> tuple[settings.Settings, int]:
+    """What a plan depends on beside its call: settings, and how often tables and verdicts have changed."""
+    return settings.current(), generation()
+
+
+def remember(name: tuple[Any, ...], made: Plan, state: tuple[settings.Settings, int]) -> None:
+    """Keep a plan for `recall`. state: `plan_state()` from before the plan was made."""
     if len(_recalled) >= _MOST_RECALLED:
         _recalled.clear()
     with contextlib.suppress(TypeError):
-        _recalled[name] = settings.current(), generation(), made
+        _recalled[name] = *state, made
 
 
 def forget_plans() -> None:
-    """Drop remembered plans; needed after a verdict has changed (tables are counted in `generation`)."""
+    """Drop remembered plans. Tables and verdicts that change are counted in `generation`."""
     _decided.cache_clear()
     _recalled.clear()
 

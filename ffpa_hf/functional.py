@@ -10,6 +10,7 @@ import functools
 import math
 import sys
 import warnings
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 from ffpa_hf import ops, settings
 from ffpa_hf.backends import Backend
 from ffpa_hf.call import AttentionCall, device_facts
-from ffpa_hf.dispatch import FallbackWarning, Plan, Route, decide, give_up, recall, remember
+from ffpa_hf.dispatch import FallbackWarning, Plan, Route, decide, give_up, plan_state, recall, remember
 from ffpa_hf.kernels.building import is_build_failure
 from ffpa_hf.kernels.common import AttentionInputs
 from ffpa_hf.kernels.sdpa import run as sdpa
@@ -224,6 +225,7 @@ def attend(
     if attn_mask is None and sinks is None:
         name = _name_of(query, key, value, dropout_p, is_causal, scale, enable_gqa, softcap, return_lse, varlen, route)
     made: Plan | None = None if name is None else recall(name)
+    state = plan_state()  # before the plan is made: what changes meanwhile makes it stale
     if made is not None:  # a call like an earlier one, whose tensors went to its kernel as they were
         inputs = AttentionInputs(query, key, value, _scale(scale, query.shape[3]), is_causal)
         inputs.dropout_p, inputs.softcap = dropout_p, softcap
@@ -237,7 +239,7 @@ def attend(
             prepared.inputs.query is query and prepared.inputs.key is key and prepared.inputs.value is value
         )
         if name is not None and as_they_were and made.fallback is None:
-            remember(name, made)
+            remember(name, made, state)
     if settings.current().log == "debug":
         print(made, file=sys.stderr)
     if made.fallback is not None:
@@ -265,12 +267,16 @@ def _leave_out(made: Plan, route: Route | None, error: Exception) -> None:
         raise RuntimeError(
             f"backend={made.forward!r} could not build its kernel on this machine; backend='sdpa' needs none. {problem}"
         ) from error
-    warnings.warn(
-        f"ffpa_hf: the {made.forward} backend could not build a kernel and is left out in this process. {problem}",
-        RuntimeWarning,
-        stacklevel=4,
-    )
+    if not settings.silenced():
+        warnings.warn(
+            f"ffpa_hf: the {made.forward} backend could not build a kernel and is left out in this process. {problem}",
+            RuntimeWarning,
+            stacklevel=4,
+        )
     give_up(made.forward, f"it could not build a kernel ({problem.splitlines()[0][:200]})")
+
+
+_NUMBERS = frozenset({float, int, type(None)})
 
 
 def _name_of(
@@ -280,6 +286,10 @@ def _name_of(
     """All that decides what becomes of a call without mask and sinks, save its tensors' values and places; None for
     calls that are looked at anew each time."""
     if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
+        return None
+    if type(is_causal) is not bool or type(enable_gqa) is not bool or type(return_lse) is not bool:
+        return None
+    if not _NUMBERS.issuperset(map(type, (dropout_p, scale, softcap))):
         return None
     device = query.device
     if device.type == "meta" or torch.is_autocast_enabled(device.type):
@@ -334,6 +344,8 @@ def _prepare(
     varlen: bool = False,
 ) -> _Prepared:
     query, key, value = _check_tensors(query, key, value)
+    if not torch.compiler.is_compiling():
+        _check_options(dropout_p, is_causal, scale, enable_gqa, softcap, return_lse)
     if not 0.0 <= dropout_p <= 1.0:
         raise ValueError(f"dropout_p={dropout_p} is not allowed; use 0 <= dropout_p <= 1.")
     if softcap is not None and not 0.0 < softcap < math.inf:
@@ -500,6 +512,19 @@ def _check_tensors(query: Any, key: Any, value: Any) -> tuple[Tensor, Tensor, Te
             "CUDABackend(enable_fp8=True) quantises them itself."
         )
     return query, key, value
+
+
+def _check_options(dropout_p: Any, is_causal: Any, scale: Any, enable_gqa: Any, softcap: Any, return_lse: Any) -> None:
+    """Types, by name: a tensor in the place of a number would be read on the host, and its gradient lost."""
+    for name, switch in (("is_causal", is_causal), ("enable_gqa", enable_gqa), ("return_lse", return_lse)):
+        if type(switch) is not bool:
+            raise TypeError(f"{name} must be True or False, not {switch!r:.60} ({type(switch).__name__}).")
+    for name, number in (("dropout_p", dropout_p), ("scale", scale), ("softcap", softcap)):
+        if number is None and name != "dropout_p":
+            continue
+        if not isinstance(number, Real) or isinstance(number, bool):
+            optional = "" if name == "dropout_p" else " or None"
+            raise TypeError(f"{name} must be a number{optional}, not {number!r:.60} ({type(number).__name__}).")
 
 
 def _is_dense(tensor: Tensor) -> bool:

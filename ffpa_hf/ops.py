@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import TransformType, get_interpreter_stack, is_legacy_batchedtensor
 from torch.autograd import forward_ad
 
 from ffpa_hf.backends import Backend, CUDABackend, CuTeDSLBackend, SDPABackend, TritonBackend
@@ -227,6 +228,11 @@ def _asked_gradients(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None,
     if not ctx.backward_config:
         raise NotImplementedError("This forward was planned without a backward; ask for one with backward_backend=.")
     out, lse, row_stats, *tensors = ctx.saved_tensors
+    if any(grad is not None and is_legacy_batchedtensor(grad) for grad in (grad_out, grad_lse)):
+        raise NotImplementedError(
+            "ffpa_hf's kernels take one gradient at a time: is_grads_batched=True and vectorize=True need "
+            "backend='sdpa'."
+        )
     if grad_out is None:
         grad_out = torch.zeros_like(out)
     # With create_graph the operator has to be recorded: it raises when a second derivative is asked for.
@@ -257,6 +263,17 @@ def _refuse_forward_mode(tensors: Sequence[Any]) -> None:
         raise NotImplementedError(
             "ffpa_hf's kernels have no forward-mode derivative (torch.func.jvp, forward_ad). Use backend='sdpa' with "
             "torch's math backend (torch.nn.attention.sdpa_kernel)."
+        )
+
+
+def _refuse_functional_gradients() -> None:
+    """torch.func's reverse mode wants an operator's autograd in a form that these have not."""
+    if not torch._C._are_functorch_transforms_active():
+        return
+    if any(level.key() == TransformType.Grad for level in get_interpreter_stack() or ()):
+        raise NotImplementedError(
+            "ffpa_hf's kernels cannot be differentiated by torch.func (grad, vjp, jacrev); use backend='sdpa', or "
+            "torch.autograd.grad on tensors that require gradients."
         )
 
 
@@ -305,6 +322,8 @@ def flash_attn(
     direct = False
     if not torch.compiler.is_compiling():
         _refuse_forward_mode(tensors)
+        if needs_grad:
+            _refuse_functional_gradients()
         direct = _unwatched(tensors)
     if direct:
         if not needs_grad:

@@ -36,6 +36,7 @@ from ffpa_hf import (
 from ffpa_hf.backends import resolve_backend
 from ffpa_hf.call import AttentionCall
 from ffpa_hf.dispatch import Route, forget_plans, plan
+from ffpa_hf.kernels import qualification
 from ffpa_hf.kernels.common import Accepted, Capability, refusal, refuse
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -843,3 +844,35 @@ def test_a_repeated_call_is_counted(looked_at):
     for _ in range(4):
         ffpa_attn_func(*qkv())
     assert sum(row.calls for row in ffpa_hf.report()) == before + 4
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("is_causal", 1), ("is_causal", None), ("is_causal", "no"), ("enable_gqa", "x"), ("return_lse", 0),
+        ("dropout_p", "0.1"), ("dropout_p", None), ("scale", torch.tensor(0.3)), ("scale", "x"), ("softcap", True),
+        ("softcap", torch.tensor(5.0)),
+    ],
+)  # fmt: skip
+def test_options_of_wrong_types_are_refused_by_name_every_time(looked_at, name, value):
+    ffpa_attn_func(*qkv(), is_causal=True)
+    for _ in range(2):
+        with pytest.raises(TypeError, match=f"^{name} must be"):
+            ffpa_attn_func(*qkv(), **{name: value})
+
+
+def test_a_plan_made_before_a_change_is_not_remembered_as_one_made_after_it():
+    forget_plans()
+    state = dispatch.plan_state()
+    made = explain(*qkv())
+    dispatch.tables_changed()
+    dispatch.remember(("name",), made, state)
+    assert dispatch.recall(("name",)) is None
+    dispatch.remember(("name",), made, dispatch.plan_state())
+    assert dispatch.recall(("name",)) is made
+
+
+def test_a_verdict_that_changes_counts_at_once():
+    before = dispatch.plan_state()
+    qualification.forget()
+    assert dispatch.plan_state() != before

@@ -382,3 +382,15 @@ def test_a_traced_call_is_the_attention_of_other_inputs_too():
     example, other = (tuple(torch.randn(1, 2, 6, 64, device=DEVICE) for _ in range(3)) for _ in range(2))
     traced = torch.jit.trace(lambda query, key, value: ffpa_attn_func(query, key, value, is_causal=True), example)
     torch.testing.assert_close(traced(*other), torch.nn.functional.scaled_dot_product_attention(*other, is_causal=True))
+
+
+@pytest.mark.parametrize("backend", KERNELS)
+def test_functional_and_batched_gradients_of_kernels_are_refused_in_our_words(backend: Served):
+    tensors = [backend.randn(1, 1, 6, 64).requires_grad_() for _ in range(3)]
+    with backend.forced(), pytest.raises(NotImplementedError, match="torch.func"):
+        torch.func.grad(lambda query: ffpa_attn_func(query, *tensors[1:], backend=backend.name).float().sum())(
+            tensors[0]
+        )
+    out = backend(*tensors)
+    with pytest.raises(NotImplementedError, match="is_grads_batched"):
+        torch.autograd.grad(out, tensors, torch.stack([torch.ones_like(out)] * 2), is_grads_batched=True)

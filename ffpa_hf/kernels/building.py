@@ -15,6 +15,9 @@ _BUILDING = re.compile(
     r"ffpa_hf\.kernels\.cute\.build$"
 )
 
+#: What starts a kernel in modules that otherwise build: (module, function).
+_STARTING = frozenset({("ffpa_hf.kernels.cuda.program", "launch"), ("triton.compiler.compiler", "runner")})
+
 
 def is_build_failure(error: BaseException) -> bool:
     """Whether an exception comes from compiling or loading a kernel, by the code that it passed through.
@@ -28,7 +31,7 @@ def is_build_failure(error: BaseException) -> bool:
     while trace is not None:
         frame = trace.tb_frame
         building = building or _BUILDING.match(frame.f_globals.get("__name__", "")) is not None
-        if frame.f_code.co_name == "launch" and frame.f_globals.get("__name__") == "ffpa_hf.kernels.cuda.program":
+        if (frame.f_globals.get("__name__"), frame.f_code.co_name) in _STARTING:
             return False
         trace = trace.tb_next
     return building

@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple, TypeGuard
 
 import torch
 
-from ffpa_hf.kernels.tuning import constant_under_compile, store
+from ffpa_hf.kernels.tuning import constant_under_compile, store, tables_changed
 
 #: Kernel families that can be qualified, each on its own: a folder, or some files of one. "triton" is attention,
 #: "triton-qkv" what runs between the projections and attention; "cuda-fp8" is attention on codes of eight bits.
@@ -188,6 +188,7 @@ def forget() -> None:
     """Read the verdicts again at the next question."""
     _verdict.cache_clear()
     shipped.cache_clear()
+    tables_changed()
 
 
 def record(results: Path, shipped_path: Path = _SHIPPED) -> str:

@@ -39,7 +39,10 @@ def pair(case="d512_self_8k", direction="fwd", sdpa=30.0, ours=8.0, provider="ff
 def invoke(*arguments, code=0):
     done = CliRunner().invoke(app, [str(each) for each in arguments], prog_name="ffpa-hf")
     assert done.exit_code == code, done.output
-    return done.output if code < 2 else " ".join(re.sub("[│─╭╮╰╯]", " ", done.output).split())
+    if code < 2:
+        return done.output
+    words = re.sub("[│─╭╮╰╯]", " ", done.output).split()
+    return " ".join(words) + "\n" + "".join(words)  # a long path is broken over two lines
 
 
 # --- merge ------------------------------------------------------------------------------------------------------------
