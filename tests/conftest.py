@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import torch
 
@@ -66,6 +67,9 @@ def _fresh_state():
     """Each test sees its own warnings and counters, and the same random numbers."""
     torch.manual_seed(0)
     _warned.clear()
+    interface = sys.modules.get("ffpa_hf.patches.attention_interface")
+    if interface is not None:
+        interface._warned.clear()
     reset()
 
 

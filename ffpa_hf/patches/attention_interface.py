@@ -224,11 +224,11 @@ class _Mask:
             raise ValueError(
                 f"attention_mask has shape {tuple(mask.shape)} at the attention; [B or 1, Hq or 1, Q, K] is needed."
             )
-        if mask.shape[3] > kv_len:  # a mask made for a whole static cache
-            mask = mask[..., :kv_len]
-        if not isinstance(mask, IntervalMask):
+        if not isinstance(mask, IntervalMask):  # of a user's mask nothing is cut off: it may be meant for other keys
             made.tensor = mask
             return made
+        if mask.shape[3] > kv_len:  # made for a whole static cache
+            mask = mask[..., :kv_len]
         if mask.shape[2] != q_len or mask.shape[3] != kv_len:
             raise ValueError(
                 f"attention_mask describes {mask.shape[2]} queries and {mask.shape[3]} keys; the attention has {q_len} "
