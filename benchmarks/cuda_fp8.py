@@ -12,13 +12,9 @@ with values whose mean is 2, where sums kept in few bits would show. Everything 
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
-import multiprocessing
 import os
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import cuda_tiles
 import torch
-from cuda_tiles import compile_one, draw, median_ms
+from cuda_tiles import draw, median_ms
 
 from ffpa_hf.kernels import quantised_reference, reference, selftest, selftest_fp8
 from ffpa_hf.kernels.common import AttentionInputs
@@ -167,49 +163,5 @@ class Watched(cuda_tiles.Watched):
     script = __file__
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="folder of cuda_fp8.json")
-    parser.add_argument("--only", default="", help="head dims by commas; default: all")
-    parser.add_argument("--checks-only", action="store_true")
-    parser.add_argument("--times-only", action="store_true")
-    parser.add_argument("--compile-only", action="store_true")
-    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.child:
-        child(int(given.child[0]), given.child[1], int(given.child[2]))
-        return 0
-    begin = time.monotonic()
-    head_dims = [int(word) for word in given.only.split(",") if word] or list(CHECKED)
-    unknown = sorted(set(head_dims) - set(CHECKED))
-    if unknown:
-        parser.error(f"--only {unknown}: use {', '.join(map(str, CHECKED))}")
-    wanted = variants(head_dims, not given.times_only, not given.checks_only)
-    with multiprocessing.get_context("spawn").Pool(max(1, (os.cpu_count() or 2) - 1)) as pool:
-        problems = [problem for problem in pool.imap_unordered(compile_one, wanted) if problem]
-    print(*problems, f"{len(wanted)} kernels compiled, {time.monotonic() - begin:.0f} s", sep="\n", flush=True)
-    if given.compile_only:
-        return 1 if problems else 0
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-        parser.error("checks and times need an sm_90 GPU; --compile-only does not")
-    result: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(), "torch": torch.__version__, "compiler": program.compiler_version(),
-        "command": " ".join(sys.argv),
-    }  # fmt: skip
-    print(result, flush=True)
-    if not given.times_only:
-        result["checks"] = cuda_tiles.watch(head_dims, "check", jobs_of, Watched)
-        print(f"checked, {time.monotonic() - begin:.0f} s", flush=True)
-    if not given.checks_only:
-        timed = [head_dim for head_dim in head_dims if head_dim in SHAPES]
-        result["times"] = cuda_tiles.watch(timed, "time", jobs_of, Watched)
-    print(f"done, {time.monotonic() - begin:.0f} s", flush=True)
-    if given.out is not None:
-        given.out.mkdir(parents=True, exist_ok=True)
-        (given.out / "cuda_fp8.json").write_text(json.dumps(result, indent=1), "utf-8")
-    lines = [line for part in ("checks", "times") for found in result.get(part, {}).values() for line in found]
-    return 1 if problems or any("WRONG" in line or "HANG" in line for line in lines) else 0
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(cuda_tiles.command(__doc__, "cuda_fp8", CHECKED, SHAPES, variants, jobs_of, child, Watched))

@@ -271,9 +271,15 @@ def watch(
     return found
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="folder of cuda_tiles.json")
+def command(
+    text: str | None, name: str, checked: Any, timed: Any, variants: Any, jobs_of: Any, child: Any, kind: type[Watched]
+) -> int:
+    """The command line of a script like this one: compile, check, time, and keep the lines as `name`.json.
+
+    checked, timed: head dims that have checks and times.
+    """
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help=f"folder of {name}.json")
     parser.add_argument("--only", default="", help="head dims by commas; default: all")
     parser.add_argument("--checks-only", action="store_true")
     parser.add_argument("--times-only", action="store_true")
@@ -284,10 +290,10 @@ def main() -> int:
         child(int(given.child[0]), given.child[1], int(given.child[2]))
         return 0
     begin = time.monotonic()
-    head_dims = [int(word) for word in given.only.split(",") if word] or list(CHECKED)
-    unknown = sorted(set(head_dims) - set(CHECKED))
+    head_dims = [int(word) for word in given.only.split(",") if word] or list(checked)
+    unknown = sorted(set(head_dims) - set(checked))
     if unknown:
-        parser.error(f"--only {unknown}: use {', '.join(map(str, CHECKED))}")
+        parser.error(f"--only {unknown}: use {', '.join(map(str, checked))}")
     wanted = variants(head_dims, not given.times_only, not given.checks_only)
     with multiprocessing.get_context("spawn").Pool(max(1, (os.cpu_count() or 2) - 1)) as pool:
         problems = [problem for problem in pool.imap_unordered(compile_one, wanted) if problem]
@@ -296,21 +302,23 @@ def main() -> int:
         return 1 if problems else 0
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         parser.error("checks and times need an sm_90 GPU; --compile-only does not")
-    device = torch.cuda.get_device_name()
-    result: dict[str, Any] = {"device": device, "torch": torch.__version__, "compiler": program.compiler_version()}
+    result: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(), "torch": torch.__version__, "compiler": program.compiler_version(),
+        "command": " ".join([f"{name}.py", *sys.argv[1:]]),
+    }  # fmt: skip
     print(result, flush=True)
     if not given.times_only:
-        result["checks"] = watch(head_dims, "check")
+        result["checks"] = watch(head_dims, "check", jobs_of, kind)
         print(f"checked, {time.monotonic() - begin:.0f} s", flush=True)
     if not given.checks_only:
-        result["times"] = watch([head_dim for head_dim in head_dims if head_dim in TIMED], "time")
+        result["times"] = watch([head_dim for head_dim in head_dims if head_dim in timed], "time", jobs_of, kind)
     print(f"done, {time.monotonic() - begin:.0f} s", flush=True)
     if given.out is not None:
         given.out.mkdir(parents=True, exist_ok=True)
-        (given.out / "cuda_tiles.json").write_text(json.dumps(result, indent=1), "utf-8")
+        (given.out / f"{name}.json").write_text(json.dumps(result, indent=1), "utf-8")
     lines = [line for part in ("checks", "times") for found in result.get(part, {}).values() for line in found]
     return 1 if problems or any("WRONG" in line or "HANG" in line for line in lines) else 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(command(__doc__, "cuda_tiles", CHECKED, TIMED, variants, jobs_of, child, Watched))
