@@ -64,9 +64,9 @@ def use(head_dim: int, config: Any) -> bool:
     if (configs.twin_smem if twin else configs.tma_smem)(config, head_dim) > 227 * 1024:
         return False
     if twin:
-        configs.choose_twin = lambda head_dim: config
+        configs.choose_twin = lambda head_dim, causal=False: config
     else:
-        configs.choose_tma = lambda head_dim, masked=False: config
+        configs.choose_tma = lambda head_dim, causal=False, masked=False: config
     launch._hopper_variant.cache_clear()
     return True
 

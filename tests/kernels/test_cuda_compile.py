@@ -214,12 +214,13 @@ def test_every_head_dim_has_a_legal_tile_on_every_device(smem_limit):
 def test_every_head_dim_up_to_512_has_a_tile_that_fits_hopper():
     for head_dim in range(64, 513, 8):
         if head_dim > configs.WIDEST_TMA:
-            twin = configs.choose_twin(head_dim)
-            assert configs.twin_smem(twin, head_dim) <= 227 * 1024
+            for causal in (False, True):
+                twin = configs.choose_twin(head_dim, causal)
+                assert configs.twin_smem(twin, head_dim) <= 227 * 1024
             assert configs.half_of(head_dim) * 2 >= head_dim
         else:
-            for masked in (False, True):
-                one = configs.choose_tma(head_dim, masked)
+            for causal, masked in ((False, False), (True, False), (False, True)):
+                one = configs.choose_tma(head_dim, causal, masked)
                 assert configs.tma_smem(one, head_dim) <= 227 * 1024
                 assert one.stages >= 2 * -(-configs.chunks_of(head_dim) // one.piece)
 

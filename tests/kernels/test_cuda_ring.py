@@ -153,8 +153,8 @@ TILES = ([0], [1], [2], [1, 1, 1], [0, 3, 0, 0, 1, 2, 0], [7, 6, 5, 4, 3, 2, 1],
 @pytest.mark.parametrize("turns", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 72, 128, 192, 200, 256, 264, 320])
 def test_the_roles_of_one_block_never_wait_for_each_other(head_dim, turns):
-    for masked in (False, True):
-        config = configs.choose_tma(head_dim, masked)
+    for causal, masked in ((False, False), (True, False), (False, True)):
+        config = configs.choose_tma(head_dim, causal, masked)
         for seed, tiles in enumerate(TILES):
             run(tma_roles(config, head_dim, tiles, turns), seed)
 

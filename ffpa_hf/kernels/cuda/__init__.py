@@ -70,9 +70,9 @@ def describe(call: AttentionCall, config: CUDABackend | None = None) -> str:
     family = (config or CUDABackend()).family
     if configs.takes_hopper(family, call.head_dim, call.q_len, call.dropout_p > 0, is_hopper):
         if call.head_dim > configs.WIDEST_TMA:
-            keys = 2 * configs.choose_twin(call.head_dim).keys
+            keys = 2 * configs.choose_twin(call.head_dim, call.is_causal).keys
             return f"twin_forward: 128 x {keys} tiles, two blocks of a cluster share the rows; TMA and wgmma."
-        one = configs.choose_tma(call.head_dim)
+        one = configs.choose_tma(call.head_dim, call.is_causal)
         warpgroups = f"{one.groups} warpgroups, {one.stages} stages"
         return f"tma_forward: {one.block_m} x {one.block_n} tiles, {warpgroups}; TMA and wgmma."
     tile = configs.choose_native(call.head_dim, configs.smem_limit_of(call.capability or (8, 0)))

@@ -168,25 +168,31 @@ WIDEST_TWIN = 512
 #: Rows from which family "auto" prefers them: fewer leave most of a tile empty.
 TMA_ROWS = 128
 
-# By 64-column chunks of the head dim: the config, and the one for calls with a mask or bias, which take more registers.
-_TMA: dict[int, tuple[TmaConfig, TmaConfig]] = {
-    1: (TmaConfig(128, 3, 1, 8), TmaConfig(96, 3, 1, 8)),
-    2: (TmaConfig(176, 2, 2, 4, turns=True), TmaConfig(128, 2, 2, 6)),
-    3: (TmaConfig(112, 2, 3, 4), TmaConfig(112, 2, 3, 4)),
-    4: (TmaConfig(80, 2, 4, 4), TmaConfig(80, 2, 4, 4)),
-    5: (TmaConfig(64, 2, 3, 6), TmaConfig(48, 2, 3, 8)),
+# By 64-column chunks of the head dim: the config, the one for causal calls, and the one for calls with a mask or bias,
+# which take more registers.
+_TMA: dict[int, tuple[TmaConfig, TmaConfig, TmaConfig]] = {
+    1: (TmaConfig(128, 3, 1, 8), TmaConfig(128, 3, 1, 8), TmaConfig(96, 3, 1, 8)),
+    2: (TmaConfig(176, 2, 2, 4, turns=True), TmaConfig(128, 2, 2, 6, turns=True), TmaConfig(128, 2, 2, 6)),
+    3: (TmaConfig(128, 2, 3, 3), TmaConfig(112, 2, 3, 4), TmaConfig(112, 2, 3, 4)),
+    4: (TmaConfig(80, 2, 4, 4, turns=True), TmaConfig(80, 2, 4, 4), TmaConfig(80, 2, 4, 4)),
+    5: (TmaConfig(64, 2, 3, 6), TmaConfig(64, 2, 3, 6), TmaConfig(48, 2, 3, 8)),
 }
-_TWIN = {6: TwinConfig(64, 3, 4), 7: TwinConfig(64, 2, 6), 8: TwinConfig(64, 2, 5)}
+# The config, and the one for causal calls.
+_TWIN: dict[int, tuple[TwinConfig, TwinConfig]] = {
+    6: (TwinConfig(64, 3, 4, late=True), TwinConfig(64, 3, 4, late=True)),
+    7: (TwinConfig(64, 2, 6), TwinConfig(64, 2, 6)),
+    8: (TwinConfig(64, 2, 5), TwinConfig(64, 2, 5, late=True)),
+}
 
 
-def choose_tma(head_dim: int, masked: bool = False) -> TmaConfig:
+def choose_tma(head_dim: int, causal: bool = False, masked: bool = False) -> TmaConfig:
     """The single-block forward's config for a head dim of at most `WIDEST_TMA`. masked: with a mask or bias."""
-    return _TMA[chunks_of(head_dim)][masked]
+    return _TMA[chunks_of(head_dim)][2 if masked else causal]
 
 
-def choose_twin(head_dim: int) -> TwinConfig:
+def choose_twin(head_dim: int, causal: bool = False) -> TwinConfig:
     """The twin forward's config for a head dim above `WIDEST_TMA`, at most `WIDEST_TWIN`."""
-    return _TWIN[chunks_of(head_dim)]
+    return _TWIN[chunks_of(head_dim)][causal]
 
 
 def takes_hopper(family: str, head_dim: int, q_len: int, drops: bool, is_hopper: bool) -> bool:

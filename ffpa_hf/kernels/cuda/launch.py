@@ -117,10 +117,10 @@ def hopper_variant(
     """What is compiled for a call of the forwards for Hopper's own instructions."""
     masked = mask or key_mask or bias is not None
     if head_dim > configs.WIDEST_TMA:
-        twin = configs.choose_twin(head_dim)
+        twin = configs.choose_twin(head_dim, causal)
         name, tile = "twin_forward", {"KEYS": twin.keys, "PIECE": twin.piece, "STAGES": twin.stages, "LATE": twin.late}
     else:
-        one = configs.choose_tma(head_dim, masked)
+        one = configs.choose_tma(head_dim, causal, masked)
         name, tile = "tma_forward", {"BN": one.block_n, "GROUPS": one.groups, "PIECE": one.piece, "STAGES": one.stages,
                                      "TURNS": one.turns}  # fmt: skip
     macros = {
@@ -183,7 +183,8 @@ def _tma(inputs: AttentionInputs, out: Tensor, lse: Tensor, stats: Tensor, devic
     batch, heads, q_len, head_dim = inputs.query.shape
     masks = _masks(inputs)
     variant = _hopper_variant(head_dim, inputs.query.dtype, causal=inputs.is_causal, **masks)
-    config = configs.choose_tma(head_dim, bool(masks["mask"] or masks["key_mask"] or masks["bias"]))
+    reads = bool(masks["mask"] or masks["key_mask"] or masks["bias"])
+    config = configs.choose_tma(head_dim, inputs.is_causal, reads)
     tiles = -(-q_len // config.block_m)
     chunks = configs.chunks_of(head_dim)
     whole = head_dim % configs.CHUNK == 0
@@ -193,14 +194,17 @@ def _tma(inputs: AttentionInputs, out: Tensor, lse: Tensor, stats: Tensor, devic
         _map(inputs.query, config.block_m, chunks if whole else 0),
         _map(inputs.key, config.block_n, piece), _map(inputs.value, config.block_n, piece),
     )  # fmt: skip
-    grid = min(tiles * batch * heads, _processors(device))
+    # Tiles of one length go to blocks that stay and load ahead; others to a block each, begun as one ends.
+    grid = tiles * batch * heads
+    if not (inputs.is_causal or masks["intervals"]):
+        grid = min(grid, _processors(device))
     _start(variant, device, grid, config.threads, configs.tma_smem(config, head_dim), call)
 
 
 def _twin(inputs: AttentionInputs, out: Tensor, lse: Tensor, stats: Tensor, device: int) -> None:
     batch, heads, q_len, head_dim = inputs.query.shape
     variant = _hopper_variant(head_dim, inputs.query.dtype, causal=inputs.is_causal, **_masks(inputs))
-    config = configs.choose_twin(head_dim)
+    config = configs.choose_twin(head_dim, inputs.is_causal)
     tiles = -(-q_len // config.block_m)
     whole = head_dim % configs.CHUNK == 0 and configs.chunks_of(head_dim) % config.piece == 0
     half = configs.half_of(head_dim)

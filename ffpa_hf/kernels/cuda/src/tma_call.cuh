@@ -32,6 +32,23 @@ struct Slots {
     }
 };
 
+// The tile of rows and the (batch, head) of a place in the order of work.
+struct Work {
+    int tile, lane_bh;
+};
+
+__device__ __forceinline__ Work work_at(const TmaCall& tma, int index) {
+    const int tiles = tma.call.tiles;
+#if CAUSAL || INTERVALS
+    // The last rows, mostly the longest, of a section's heads first: a late long tile would run alone.
+    const int first = index / (tiles * tma.section) * tma.section;
+    const int count = min(tma.section, tma.lanes - first), place = index - first * tiles;
+    return {tiles - 1 - place / count, first + place % count};
+#else
+    return {index % tiles, index / tiles};
+#endif
+}
+
 // `count` chunks of 64 columns, from `column` on, to shared memory, each of chunk_bytes. WHOLE: in one box.
 template <bool WHOLE>
 __device__ __forceinline__ void load_chunks(

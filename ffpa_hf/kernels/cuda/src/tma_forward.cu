@@ -149,23 +149,13 @@ struct Tile {
     int row0, lane_bh;
 };
 
-// The tile that a block takes in a round, false after the last. Rounds run to and fro over the blocks, so that with tiles
-// of falling length every block gets about as much.
-__device__ __forceinline__ bool tile_of(const TmaCall& tma, int lanes, int round, Tile& tile) {
-    const Call& call = tma.call;
-    const int turn = round & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
-    const int index = round * gridDim.x + turn;
-    if (index >= call.tiles * lanes) return false;
-#if CAUSAL
-    // The longest rows of a section's heads first.
-    const int first = index / (call.tiles * tma.section) * tma.section;
-    const int count = min(tma.section, lanes - first), place = index - first * call.tiles;
-    tile.row0 = (call.tiles - 1 - place / count) * BM;
-    tile.lane_bh = first + place % count;
-#else
-    tile.row0 = index % call.tiles * BM;
-    tile.lane_bh = index / call.tiles;
-#endif
+// The tile that a block takes in a round, false after the last. Where lengths differ the host starts a block for each
+// tile, and they begin in this order as others end.
+__device__ __forceinline__ bool tile_of(const TmaCall& tma, int round, Tile& tile) {
+    const int index = round * gridDim.x + blockIdx.x;
+    if (index >= tma.call.tiles * tma.lanes) return false;
+    const Work work = work_at(tma, index);
+    tile = {work.tile * BM, work.lane_bh};
     return true;
 }
 
@@ -174,7 +164,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tma_forward(const __gri
     const Call& call = tma.call;
     const u32 shared = shared_address(memory);
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-    const int lanes = tma.lanes;
 
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) {
@@ -194,11 +183,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tma_forward(const __gri
         give_registers<GROUPS == 2 ? 24 : 32>();
         if (warp == 0)
 #pragma unroll 1
-            for (int round = 0; tile_of(tma, lanes, round, tile); ++round) {
+            for (int round = 0; tile_of(tma, round, tile); ++round) {
                 const Hull hull = hull_of<BM, 1>(call, tile.lane_bh / call.heads, tile.row0, lane);
                 if (lane != 0 || hull.lo >= hull.hi) continue;
                 // Of the 24 registers that this warpgroup keeps, few are free: what is cheap is computed anew.
-                tile_of(tma, lanes, hidden(round), tile);
+                tile_of(tma, hidden(round), tile);
                 const int i_b = tile.lane_bh / call.heads, i_h = tile.lane_bh % call.heads;
                 const int i_hkv = i_h / call.group;
                 auto load = [&](const TensorMap* map, int key, int by_head, int by_batch) {
@@ -240,7 +229,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tma_forward(const __gri
     if (at.group == GROUPS - 1) barrier_announce(1, 256);
 #endif
 #pragma unroll 1
-    for (int round = 0; tile_of(tma, lanes, round, tile); ++round) {
+    for (int round = 0; tile_of(tma, round, tile); ++round) {
         const int i_b = tile.lane_bh / call.heads, i_h = tile.lane_bh % call.heads;
         const Hull hull = hull_of<BM>(call, i_b, tile.row0, lane);
         const int begin = hull.lo / BN * BN, steps = (hull.hi - begin + BN - 1) / BN;

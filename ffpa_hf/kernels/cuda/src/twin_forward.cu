@@ -215,13 +215,9 @@ __device__ __forceinline__ void send(
 struct Tile {
     int row0, i_b, i_h;
     // The roles ask for it anew: no register holds it across.
-    __device__ __forceinline__ explicit Tile(const Call& call) {
-        const int index = hidden(blockIdx.x) >> 1, lane_bh = index / call.tiles;
-        int i_tile = index % call.tiles;
-#if CAUSAL
-        i_tile = call.tiles - 1 - i_tile;  // the longest rows first: a late long tile would run alone
-#endif
-        row0 = i_tile * BM, i_b = lane_bh / call.heads, i_h = lane_bh % call.heads;
+    __device__ __forceinline__ explicit Tile(const TmaCall& tma) {
+        const Work work = work_at(tma, hidden(blockIdx.x) >> 1);
+        row0 = work.tile * BM, i_b = work.lane_bh / tma.call.heads, i_h = work.lane_bh % tma.call.heads;
     }
 };
 
@@ -245,7 +241,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     const Hull hull = [&] {
-        const Tile tile(call);
+        const Tile tile(tma);
         return hull_of<BM>(call, tile.i_b, tile.row0, lane);  // the same in both blocks
     }();
     const int begin = hull.lo / BN * BN;
@@ -255,8 +251,8 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
     if (warp < 4) {
         give_registers<24>();
         if (threadIdx.x == 0 && steps > 0) {
-            const u32 rank = cluster_rank();
-            const Tile tile(call);
+            // Of the 24 registers that this warpgroup keeps, few are free: what is cheap is asked for anew.
+            const Tile tile(tma);
             const int i_b = tile.i_b, i_hkv = tile.i_h / call.group;
             Slots<STAGES> ring;
             barrier_expect(shared + Q_FULL, CHUNKS * Q_CHUNK);
@@ -270,14 +266,14 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
                     const u32 full = shared + FULL + 8 * ring.slot;
                     barrier_wait(shared + EMPTY + 8 * ring.slot, ring.phase ^ 1);
                     barrier_expect(full, chunks * CHUNK);
-                    load_chunks<WHOLE>(shared + RING + ring.slot * SLOT, CHUNK, chunks, &tma.key, begin + step * BN + rank * KEYS,
-                                       64 * PIECE * p, hidden(i_hkv) * tma.key_h, hidden(i_b) * tma.key_b, full);
+                    load_chunks<WHOLE>(shared + RING + ring.slot * SLOT, CHUNK, chunks, &tma.key,
+                                       begin + step * BN + cluster_rank() * KEYS, 64 * PIECE * p, hidden(i_hkv) * tma.key_h, hidden(i_b) * tma.key_b, full);
                     ring.advance();
                 }
             };
             // `part` 0: of the keys that this block scores, 1: of the others. Before the first step: zeros.
             auto load_values = [&](int step, u32 part) {
-                const int key = step < 0 ? call.n_kv : begin + step * BN + (rank ^ part) * KEYS;
+                const int key = step < 0 ? call.n_kv : begin + step * BN + (cluster_rank() ^ part) * KEYS;
 #pragma unroll
                 for (int p = 0; p < V_PIECES; ++p) {
                     const int chunks = min(PIECE, V_CHUNKS - PIECE * p);
@@ -285,7 +281,8 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
                     barrier_wait(shared + EMPTY + 8 * ring.slot, ring.phase ^ 1);
                     barrier_expect(full, chunks * CHUNK);
                     load_chunks<WHOLE_VALUES>(shared + RING + ring.slot * SLOT, CHUNK, chunks, &tma.value, key,
-                                              rank * HALF + 64 * PIECE * p, hidden(i_hkv) * tma.value_h, hidden(i_b) * tma.value_b, full);
+                                              cluster_rank() * HALF + 64 * PIECE * p, hidden(i_hkv) * tma.value_h,
+                                              hidden(i_b) * tma.value_b, full);
                     ring.advance();
                 }
             };
@@ -317,7 +314,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
         at.mail_full_remote = remote_address(shared + MAIL_FULL + 8 * at.group, peer);
         at.mail_free_remote = remote_address(shared + MAIL_FREE + 8 * at.group, peer);
         const int g = lane >> 2, t = lane & 3;
-        const Tile tile(call);
+        const Tile tile(tma);
         const int row0 = tile.row0, i_b = tile.i_b, i_h = tile.i_h;
         int row[2];
         Range range[2];
