@@ -171,16 +171,16 @@ TMA_ROWS = 128
 # By 64-column chunks of the head dim: the config, the one for causal calls, and the one for calls with a mask or bias,
 # which take more registers.
 _TMA: dict[int, tuple[TmaConfig, TmaConfig, TmaConfig]] = {
-    1: (TmaConfig(128, 3, 1, 8), TmaConfig(128, 3, 1, 8), TmaConfig(96, 3, 1, 8)),
+    1: (TmaConfig(128, 3, 1, 8, turns=True), TmaConfig(128, 3, 1, 8, turns=True), TmaConfig(96, 3, 1, 8)),
     2: (TmaConfig(176, 2, 2, 4, turns=True), TmaConfig(128, 2, 2, 6, turns=True), TmaConfig(128, 2, 2, 6)),
-    3: (TmaConfig(128, 2, 3, 3), TmaConfig(112, 2, 3, 4), TmaConfig(112, 2, 3, 4)),
+    3: (TmaConfig(112, 2, 3, 4), TmaConfig(128, 2, 3, 3), TmaConfig(112, 2, 3, 4)),
     4: (TmaConfig(80, 2, 4, 4, turns=True), TmaConfig(80, 2, 4, 4), TmaConfig(80, 2, 4, 4)),
     5: (TmaConfig(64, 2, 3, 6), TmaConfig(64, 2, 3, 6), TmaConfig(48, 2, 3, 8)),
 }
 # The config, and the one for causal calls.
 _TWIN: dict[int, tuple[TwinConfig, TwinConfig]] = {
     6: (TwinConfig(64, 3, 4, late=True), TwinConfig(64, 3, 4, late=True)),
-    7: (TwinConfig(64, 2, 6), TwinConfig(64, 2, 6)),
+    7: (TwinConfig(64, 2, 6), TwinConfig(64, 2, 6, late=True)),
     8: (TwinConfig(64, 2, 5), TwinConfig(64, 2, 5, late=True)),
 }
 
