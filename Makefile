@@ -78,8 +78,8 @@ notebooks: $(STAMP) ## run notebooks/*.py and keep each with its outputs as .ipy
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev,notebooks]'
 	HF_HUB_OFFLINE=1 $(BIN)/python scripts/run_notebooks.py $(ARGS)
 
-test-gpu: ## the suite with real kernels, and the GPU-only tests
-	PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest -q -m "not slow" $(ARGS)
+test-gpu: ## the suite with real kernels, and the GPU-only tests; ARGS="-n 16" where there are cores and memory for it
+	$(CPU_ENV) PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest -q -m "not slow" $(ARGS)
 
 sanitize: ## compute-sanitizer over small calls of every kernel, on a GPU; e.g. make sanitize ARGS="--tools memcheck"
 	PYTHONPATH=$(CURDIR) $(PYTHON) scripts/sanitize.py $(ARGS)

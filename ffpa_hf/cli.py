@@ -43,6 +43,16 @@ _DTYPES |= {full: full for full in _DTYPES.values()}
 
 def main() -> None:
     """Entry point of the console script."""
+    import sys
+
+    from ffpa_hf import settings
+    from ffpa_hf.backends import resolve_backend
+
+    try:
+        resolve_backend(settings.current().default_backend, "FFPA_DEFAULT_BACKEND")
+    except ValueError as problem:
+        print(problem, file=sys.stderr)
+        sys.exit(2)
     app(prog_name="ffpa-hf")
 
 

@@ -70,17 +70,20 @@ class RowIntervals:
     @classmethod
     def full(cls, q_len: int, kv_len: int, device: torch.device | str | None = None) -> RowIntervals:
         """Every row sees every key."""
+        _require_lengths("full", q_len=q_len, kv_len=kv_len)
         start = torch.zeros(1, q_len, dtype=torch.int32, device=device)
         return cls(start, torch.full_like(start, kv_len))
 
     @classmethod
     def causal(cls, q_len: int, kv_len: int, device: torch.device | str | None = None) -> RowIntervals:
         """Row i sees keys 0..i: top-left alignment, which is what `is_causal=True` means."""
+        _require_lengths("causal", q_len=q_len, kv_len=kv_len)
         return cls._diagonal(q_len, kv_len, 0, None, True, device)
 
     @classmethod
     def causal_lower_right(cls, q_len: int, kv_len: int, device: torch.device | str | None = None) -> RowIntervals:
         """The last row sees every key: bottom-right alignment, for queries that end where the keys end."""
+        _require_lengths("causal_lower_right", q_len=q_len, kv_len=kv_len)
         return cls._diagonal(q_len, kv_len, kv_len - q_len, None, True, device)
 
     @classmethod
@@ -98,6 +101,7 @@ class RowIntervals:
 
         `lower_right` aligns the last row with the last key instead of the first row with the first key.
         """
+        _require_lengths("sliding_window", q_len=q_len, kv_len=kv_len)
         if not isinstance(window, (int, torch.SymInt)) or window < 1:
             raise ValueError(
                 f"RowIntervals.sliding_window: window={window!r} is not allowed; use a whole number from 1."
@@ -134,6 +138,7 @@ class RowIntervals:
         causal and window (left, right; -1 is unbounded) are aligned to the bottom right of each document, as flash_attn
         defines them. Rows after the last document see nothing.
         """
+        _require_lengths("packed", q_len=q_len)
         for name, offsets in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
             if not isinstance(offsets, Tensor) or offsets.dim() != 1:
                 given = tuple(offsets.shape) if isinstance(offsets, Tensor) else type(offsets).__name__
@@ -245,6 +250,14 @@ class RowIntervals:
     def _map(self, function: Any) -> dict[str, Any]:
         tensors = {name: getattr(self, name) for name in ("start", "end", "key_mask", "bias")}
         return {name: None if tensor is None else function(tensor) for name, tensor in tensors.items()}
+
+
+def _require_lengths(builder: str, **lengths: Any) -> None:
+    """Raise ValueError where a length is no whole number from 0 on; symbolic ones of torch.compile pass."""
+    for name, length in lengths.items():
+        whole = isinstance(length, (int, torch.SymInt)) and not isinstance(length, bool)
+        if not whole or (isinstance(length, int) and length < 0):
+            raise ValueError(f"RowIntervals.{builder}: {name}={length!r} is not allowed; use a whole number from 0.")
 
 
 def _first_and_last(row: Tensor, low: Tensor, high: Tensor, block: Tensor, q_len: int) -> tuple[Tensor, Tensor]:

@@ -47,6 +47,14 @@ def test_module_and_script_are_one_command_line():
     assert done.stdout.startswith("Attention B1 H2 N600 D64 bfloat16")
 
 
+def test_a_default_backend_that_is_none_is_said_in_one_line():
+    environ = {**os.environ, "FFPA_DEFAULT_BACKEND": "bogus"}
+    command = [sys.executable, "-m", "ffpa_hf", "info"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=120)
+    assert done.returncode == 2 and not done.stdout
+    assert done.stderr.startswith("FFPA_DEFAULT_BACKEND='bogus' names no backend") and done.stderr.count("\n") == 1
+
+
 def test_help_imports_neither_triton_nor_hugging_face():
     code = (
         "import sys; from typer.testing import CliRunner; from ffpa_hf.cli import app; "

@@ -455,3 +455,18 @@ def test_query_ranges_of_inference_tensors():
     with torch.inference_mode():
         mask = RowIntervals.causal(70, 70)
         assert mask.query_ranges(70)[1].tolist() == [[70, 70]]
+
+
+@pytest.mark.parametrize("builder", ["full", "causal", "causal_lower_right"])
+@pytest.mark.parametrize("lengths, named", [((-1, 3), "q_len=-1"), ((3, -2), "kv_len=-2"), ((2.5, 3), "q_len=2.5")])
+def test_lengths_of_builders_are_whole_numbers_from_zero_on(builder, lengths, named):
+    with pytest.raises(ValueError, match=f"RowIntervals.{builder}: {named} is not allowed"):
+        getattr(RowIntervals, builder)(*lengths)
+    with pytest.raises(ValueError, match="sliding_window: "):
+        RowIntervals.sliding_window(*lengths, 4)
+
+
+def test_packed_rows_are_a_whole_number_from_zero_on():
+    offsets = torch.tensor([0, 2])
+    with pytest.raises(ValueError, match="RowIntervals.packed: q_len=-2 is not allowed"):
+        RowIntervals.packed(offsets, offsets, -2)

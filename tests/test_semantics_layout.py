@@ -9,7 +9,7 @@ import pytest
 import torch
 from oracle import BACKENDS, DEVICE, KERNELS, TOLERANCE, Served, across, assert_close, compare, truth
 
-from ffpa_hf import RowIntervals
+from ffpa_hf import RowIntervals, ffpa_attn_func
 
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
 every_kernel = pytest.mark.parametrize("backend", KERNELS)
@@ -44,6 +44,17 @@ def test_empty_tensors_give_empty_or_zero_results_and_gradients(backend: Served,
         assert tensor.grad is not None and tensor.grad.shape == tensor.shape and not tensor.grad.any()
     out = backend(**tensors, attn_mask=attn_mask, is_causal=mask == "causal")
     assert out.shape == (batch, heads, rows, 64) and not out.any()
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_a_head_dim_of_zero_averages_the_values(return_lse):
+    """All scores are zero, whatever the query: torch's answer, and ours."""
+    query, key, value = (torch.randn(1, 2, length, width) for length, width in ((3, 0), (5, 0), (5, 4)))
+    given = ffpa_attn_func(query, key, value, return_lse=return_lse)
+    out = given[0] if return_lse else given
+    torch.testing.assert_close(out, value.mean(2, keepdim=True).expand(1, 2, 3, 4))
+    if return_lse:
+        torch.testing.assert_close(given[1], torch.full((1, 2, 3), math.log(5)))
 
 
 @every_backend

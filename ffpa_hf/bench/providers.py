@@ -300,6 +300,8 @@ def _ours(backend: str | None) -> Callable[[Case, torch.device], list[Variant]]:
             # Expanded from one element: the planner reads shapes, so none of the data is needed.
             q, k = (torch.empty(1, dtype=dtype, device=device).expand(size) for size in (shape, keys))
             plan = explain(q, k, k, **arguments())
+        if plan.error is not None:
+            raise Unavailable(f"refused: {plan.error}")
         return [Variant(f"{plan.forward} / {plan.backward or 'no backward'}", prepare)]
 
     return variants

@@ -26,7 +26,7 @@ _CHUNK_ELEMENTS = 1 << 26
 
 def forward(inputs: AttentionInputs, *, composite: bool = False) -> tuple[Tensor, Tensor | None]:
     """(out, lse or None). `composite` asks for the route that knows log-sum-exp, softcap, sinks and fp32 biases."""
-    if inputs.query.shape[-2] == 0 or inputs.key.shape[-2] == 0 or inputs.query.numel() == 0:
+    if 0 in inputs.query.shape[:3] or inputs.key.shape[2] == 0:
         return _nothing_to_attend(inputs)
     if composite:
         return _composite(inputs)
