@@ -36,8 +36,8 @@ BF16 = torch.bfloat16
 SHAPES = {64: [(2, 48, 17776)], 128: [(1, 24, 4608), (1, 32, 16384)], 256: [(1, 32, 8192)], 512: [(1, 32, 8192)]}
 #: What is changed in the table's own configuration; the first row is the table's.
 CHANGES: tuple[dict[str, Any], ...] = (
-    {}, {"turns": False}, {"promote": True, "turns": False}, {"promote": True, "turns": True}, {"polynomial": 2},
-    {"polynomial": 3}, {"polynomial": 2, "turns": False}, {"groups": 2}, {"groups": 3},
+    {}, {"turns": False}, {"promote": True, "turns": False}, {"promote": True, "turns": True}, {"fold": 4},
+    {"fold": 4, "turns": False}, {"fold": 4, "groups": 2}, {"groups": 2}, {"groups": 3},
 )  # fmt: skip
 ROWS = 128  # of which the error is taken
 
@@ -56,7 +56,7 @@ def configs_of(head_dim: int) -> tuple[Config, ...]:
     own, found = config_of(head_dim), []
     for change in CHANGES:
         config = replace(own, **change)
-        wide = head_dim > 128 and (config.groups == 3 or config.polynomial)
+        wide = head_dim > 128 and (config.groups == 3 or config.fold)
         if not wide and config.smem <= SMEM_LIMIT and config not in found:
             found.append(config)
     return tuple(found)
@@ -129,7 +129,7 @@ def time_one(head_dim: int, shape: tuple[int, int, int], config: Config | None) 
     alone = median_ms(lambda: fp8_launch.attend(inputs, operands, config, out, lse, none, 0, 0))
     good = all(error <= 1.05 * defined + selftest.ROUNDING[BF16] for error, defined in errors[:1])
     return (
-        f"{where} groups={config.groups} promote={config.promote} turns={config.turns} polynomial={config.polynomial}: "
+        f"{where} groups={config.groups} promote={config.promote} fold={config.fold} turns={config.turns}: "
         f"with quantising {whole:.3f} ms, {work / whole:.0f} TFLOP/s; kernel {alone:.3f} ms, {work / alone:.0f}; error "
         + ", ".join(f"{error:.4f} (definition {defined:.4f})" for error, defined in errors)
         + ("" if good else " WRONG")

@@ -65,6 +65,8 @@ class CUDABackend:
     smooth_k: take the mean token off the keys before quantising, which changes no result but for its error: needed
         where a channel has a large mean.
     smooth_v: the same for the values; their mean is added to the output again.
+    fast_accum: FP8 sums over the keys stay in the tensor core, which keeps about 14 bits and drops the rest: 10 to 15%
+        faster, and short by up to a quarter where thousands of values have one sign.
     qk: "fp8" or "int8" for the first product under FP8.
     hybrid: the first rows of a causal call, which see few keys, stay in the input dtype; None means yes.
     """
@@ -75,6 +77,7 @@ class CUDABackend:
     enable_fp4: bool = False
     smooth_k: bool = True
     smooth_v: bool = False
+    fast_accum: bool = False
     qk: Literal["fp8", "int8"] = "fp8"
     hybrid: bool | None = None
     name: ClassVar[str] = "cuda"

@@ -56,7 +56,8 @@ def forward(inputs: AttentionInputs, config: CUDABackend) -> tuple[Tensor, Tenso
     """(out like query, lse fp32 [B, Hq, Nq], row_stats fp32 [2, B, Hq, Nq] or empty where there is no bias)."""
     from ffpa_hf.kernels.cuda import fp8_launch
 
-    return fp8_launch.forward(inputs, config.smooth_k, config.smooth_v, keeps_early_rows(config, inputs.is_causal))
+    hybrid = keeps_early_rows(config, inputs.is_causal)
+    return fp8_launch.forward(inputs, config.smooth_k, config.smooth_v, hybrid, config.fast_accum)
 
 
 def keeps_early_rows(config: CUDABackend, is_causal: bool) -> bool:
@@ -66,19 +67,21 @@ def keeps_early_rows(config: CUDABackend, is_causal: bool) -> bool:
 
 def describe(call: AttentionCall, config: CUDABackend | None = None) -> str:
     """The kernel, its tile and what is quantised how, in one paragraph."""
-    from ffpa_hf.kernels.cuda.fp8_configs import config_of
+    from ffpa_hf.kernels.cuda.fp8_configs import choose
 
     config = config or CUDABackend(enable_fp8=True)
-    tile = config_of(call.head_dim)
+    reads_masks = call.has_bias or call.mask_kind == "bool"
+    tile = choose(call.head_dim, reads_masks, config.fast_accum)
     means = [name for name, on in (("keys", config.smooth_k), ("values", config.smooth_v)) if on]
     smoothing = f", less the mean token of {' and '.join(means)}" if means else ""
+    sums = "summed in the tensor core's 14 bits" if config.fast_accum else "summed in fp32"
     early = (
         f" The first {tile.block_m} rows stay in the input dtype." if keeps_early_rows(config, call.is_causal) else ""
     )
     return (
         f"fp8_forward: {tile.block_m} x 128 tiles, head dim {tile.head_dim} in {tile.slices} part"
         f"{'s' if tile.slices > 1 else ''}; query, key, value and probabilities in e4m3 (scales per row, 64 keys and "
-        f"channel{smoothing}); TMA and wgmma.{early}"
+        f"channel{smoothing}), {sums}; TMA and wgmma.{early}"
     )
 
 

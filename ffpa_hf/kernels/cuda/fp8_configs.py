@@ -20,7 +20,8 @@ class Config:
 
     slices: blocks that share the output columns. groups: warpgroups of 64 query rows. k_slots: ring slots of 128 keys x
     128 columns. v_slots: of 128 keys of a slice's values. promote: products with the values are summed in fp32 from
-    step to step, instead of in the tensor core. turns: warpgroups take turns at the tensor core.
+    step to step, instead of in the tensor core. fold: without it, steps after which the tensor core's sums are emptied
+    into fp32 ones; 0: never. turns: warpgroups take turns at the tensor core.
     """
 
     head_dim: int
@@ -29,6 +30,7 @@ class Config:
     k_slots: int = 4
     v_slots: int = 3
     promote: bool = False
+    fold: int = 0
     turns: bool = True
     polynomial: int = 0
 
@@ -83,11 +85,20 @@ def config_of(head_dim: int) -> Config:
     raise ValueError(f"no FP8 kernel is built for head_dim {head_dim}")
 
 
+#: Output columns of a block whose two warpgroups have registers for sums beside the tensor core's.
+_FOLDED_COLUMNS = 128
+#: Steps of 128 keys: over so many the tensor core's sums lose less than 1%, where rounding to e4m3 costs 5%.
+_FOLD = 4
+
+
 @functools.lru_cache(maxsize=512)
-def choose(head_dim: int, reads_masks: bool) -> Config:
+def choose(head_dim: int, reads_masks: bool, fast_accum: bool = False) -> Config:
     """The kernel for a head dim. reads_masks: a mask, bias or key mask is read per element, which needs registers that
-    an unpromoted output of more than 160 columns does not leave."""
+    an unpromoted output of more than 160 columns does not leave. fast_accum: sums stay in the tensor core."""
     config = config_of(head_dim)
-    if reads_masks and config.head_dim // config.slices > 160:
-        return replace(config, promote=True, turns=False)
-    return config
+    columns = config.head_dim // config.slices
+    if fast_accum and not (reads_masks and columns > 160):
+        return config
+    if columns <= _FOLDED_COLUMNS and not reads_masks:
+        return replace(config, fold=_FOLD, groups=2)
+    return replace(config, promote=True, turns=False)

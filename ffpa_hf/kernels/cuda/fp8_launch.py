@@ -95,7 +95,8 @@ def variant(name: str, dtype: torch.dtype, config: Config, **features: bool | in
     if name == "fp8_forward":
         macros |= {
             "SLICES": config.slices, "GROUPS": config.groups, "K_SLOTS": config.k_slots, "V_SLOTS": config.v_slots,
-            "PROMOTE": config.promote, "TAKE_TURNS": config.turns, "POLYNOMIAL": config.polynomial, "DROPOUT": False,
+            "PROMOTE": config.promote, "FOLD": config.fold, "TAKE_TURNS": config.turns,
+            "POLYNOMIAL": config.polynomial, "DROPOUT": False,
         }  # fmt: skip
         macros |= features
     return program.Variant(name, "sm_90a", tuple((key, int(value)) for key, value in macros.items()))
@@ -177,11 +178,12 @@ def attend(
 
 def forward(
     inputs: AttentionInputs, smooth_k: bool = True, smooth_v: bool = False, hybrid: bool = False,
-    config: Config | None = None,
+    fast_accum: bool = False, config: Config | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(out like query, lse fp32 [B, Hq, Nq], row statistics fp32 [2, B, Hq, Nq], empty where there is no bias).
 
-    hybrid: the first tile of a causal call's rows, which see few keys, is computed in the input dtype.
+    hybrid: the first tile of a causal call's rows, which see few keys, is computed in the input dtype. fast_accum: sums
+    over the keys stay in the tensor core, in about 14 bits.
     """
     query = inputs.query
     out = torch.empty_like(query)
@@ -190,7 +192,7 @@ def forward(
     if not lse.numel():
         return out, lse, stats
     reads = inputs.mask is not None or inputs.bias is not None or inputs.key_mask is not None
-    config = config or choose(query.shape[-1], reads)
+    config = config or choose(query.shape[-1], reads, fast_accum)
     index = query.device.index if query.device.index is not None else torch.cuda.current_device()
     with launch._on(index):
         first_tile = 1 if hybrid and inputs.is_causal else 0

@@ -6,10 +6,12 @@
 // Exponentials are relative to a whole number r not below the row's largest score: exp2(z - r + 8) is at most 256, and
 // which r it was moves no code but the subnormal ones.
 // Wider heads than 256 split their output columns over SLICES blocks, each of which makes all scores.
-// PROMOTE: the tensor core keeps about 14 bits of a sum of e4m3 products; the values' products of a step are made in a
-// cleared accumulator and added to the output in fp32. Otherwise the next step's scores are multiplied beside them.
+// The tensor core keeps about 14 bits of a sum of e4m3 products and drops the rest of each: over thousands of values of one
+// sign the sum falls short by a tenth and more. PROMOTE: the values' products of a step are made in a cleared accumulator
+// and added to the output in fp32. Otherwise the next step's scores are multiplied beside them; FOLD: every so many steps
+// the output is then emptied into fp32 sums (0: never).
 //
-// Compile-time: BFLOAT16, D, SLICES, GROUPS, K_SLOTS, V_SLOTS, PROMOTE, TAKE_TURNS, POLYNOMIAL (how many of each eight
+// Compile-time: BFLOAT16, D, SLICES, GROUPS, K_SLOTS, V_SLOTS, PROMOTE, FOLD, TAKE_TURNS, POLYNOMIAL (how many of each eight
 // exponentials leave the special function unit to the multipliers), STATS, what call.cuh lists.
 #include "call.cuh"
 #include "fp8_hopper.cuh"
@@ -75,6 +77,9 @@ struct Ring {
 
 struct Rows {
     float out[DV / 2];     // [64 rows, DV columns] of a warpgroup
+#if FOLD
+    float total[DV / 2];   // what was folded so far
+#endif
     float scores[BN / 2];  // [64 rows, 128 keys]; then their exponentials
     u32 weights[BN / 32][4];
     float reference[2], sum[2], shrink[2];  // of rows g and g + 8; shrink: from the reference of out to the present one
@@ -222,7 +227,12 @@ __device__ __forceinline__ void round_weights(Rows& rows) {
 #pragma unroll
         for (int n = 0; n < DV / 8; ++n)
 #pragma unroll
-            for (int e = 0; e < 4; ++e) rows.out[4 * n + e] *= rows.shrink[e >> 1];
+            for (int e = 0; e < 4; ++e) {
+                rows.out[4 * n + e] *= rows.shrink[e >> 1];
+#if FOLD
+                rows.total[4 * n + e] *= rows.shrink[e >> 1];
+#endif
+            }
 #pragma unroll
     for (int i = 0; i < BN / 32; ++i)
 #pragma unroll
@@ -231,6 +241,16 @@ __device__ __forceinline__ void round_weights(Rows& rows) {
             rows.weights[i][j] = e4m3_four(rows.scores[n], rows.scores[n + 1], rows.scores[n + 4], rows.scores[n + 5]);
         }
 }
+
+#if FOLD
+__device__ __forceinline__ void fold(Rows& rows) {
+#pragma unroll
+    for (int i = 0; i < DV / 2; ++i) {
+        rows.total[i] += rows.out[i];
+        rows.out[i] = 0.f;
+    }
+}
+#endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_forward(const __grid_constant__ Fp8Call fp8) {
     extern __shared__ __align__(1024) u8 memory[];
@@ -343,7 +363,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_forward(const __gri
     take_registers<REGISTERS>();
     Rows rows;
 #pragma unroll
-    for (int i = 0; i < DV / 2; ++i) rows.out[i] = 0.f;
+    for (int i = 0; i < DV / 2; ++i) {
+        rows.out[i] = 0.f;
+#if FOLD
+        rows.total[i] = 0.f;
+#endif
+    }
     Place at;
     at.shared = shared;
     at.lane = lane;
@@ -434,11 +459,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fp8_forward(const __gri
             products_wait<0>();
             settle(rows.out);
             release_values(at, values);
+#if FOLD
+            if (step % FOLD == 0) fold(rows);
+#endif
             round_weights(rows);
         }
         start_values(rows, at, values);
         products_wait<0>();
         settle(rows.out);
+#if FOLD
+#pragma unroll
+        for (int i = 0; i < DV / 2; ++i) rows.out[i] += rows.total[i];
+#endif
 #endif
     }
 
