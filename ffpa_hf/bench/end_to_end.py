@@ -31,13 +31,15 @@ from ffpa_hf.report import reset
 TIMES_SDPA_ERROR = 2.0
 #: ... plus this: one number such as a loss may be closer to the exact one than its precision by chance.
 ERROR_FLOOR = {torch.bfloat16: 1e-3, torch.float32: 1e-5}
+#: What attention in 8 bits may add: its own error is 5% a layer, and layers add to what they are given.
+_QUANTISED_FLOOR = 0.1
 #: The dtype in which the same weights give the result to judge by.
 _EXACT = {torch.bfloat16: torch.float32, torch.float32: torch.float64}
 _WRONG = "WRONG"
 _ROUNDS = (3, 25)  # fewest and most samples of a provider
 
 #: Providers, as for single calls: the model's own attention, ours by automatic choice, one of our backends preferred.
-PROVIDERS = ("sdpa", "ffpa_hf/auto", "ffpa_hf/triton", "ffpa_hf/cuda", "ffpa_hf/cute")
+PROVIDERS = ("sdpa", "ffpa_hf/auto", "ffpa_hf/triton", "ffpa_hf/cuda", "ffpa_hf/cuda-fp8", "ffpa_hf/cute")
 DEFAULT_PROVIDERS = ("sdpa", "ffpa_hf/auto")
 
 
@@ -218,6 +220,7 @@ def _judge(job: Job, model: Any, entries: list[_Entry], device: torch.device, on
     for entry in entries:
         for name, error in entry.errors.items():
             limit = (limits or {}).get(name, math.inf)
+            limit += _QUANTISED_FLOOR if entry.provider.endswith("-fp8") else 0.0
             if error > limit or not math.isfinite(error):
                 for row in entry.rows.values():
                     row.note = f"{_WRONG}: {name} off by {error:.1e}, allowed {limit:.1e}; {row.note}"
