@@ -240,16 +240,19 @@ def _gradient_errors(
 def _errors_of_rounded_output(
     tensors: dict[str, Tensor], truth_keywords: dict[str, Any], seeds: list[Tensor], needs: tuple[str, ...]
 ) -> dict[str, Tensor]:
-    """By name, what the gradients are off if all is exact but the output's rounding to query's dtype.
+    """By name, what the gradients are off if all is exact but the output's rounding to query's dtype, and the row term's.
 
-    Kernels take the row term of softmax's gradient from the output, sum(grad_out * out) (FlashAttention-2, Dao 2023);
-    an error of that term counts as a gradient of the log-sum-exp would.
+    Kernels take the row term of softmax's gradient from the output, sum(grad_out * out) (FlashAttention-2, Dao 2023),
+    summed in float32; an error of that term counts as a gradient of the log-sum-exp would. Plain torch has none where a
+    row sees one key: there its own row term is the very number that it is taken from.
     """
     leaves = {name: tensor.detach().double().requires_grad_(name in needs) for name, tensor in tensors.items()}
     out, lse = truth(**leaves, **truth_keywords)
-    rounding = out.detach().to(tensors["query"].dtype).double() - out.detach()
-    row_terms = (seeds[0].double() * rounding).sum(-1)
-    found = torch.autograd.grad(lse, [leaves[name] for name in needs], -row_terms, materialize_grads=True)
+    dtype = tensors["query"].dtype
+    kept, summed = out.detach().to(dtype), torch.promote_types(dtype, torch.float32)
+    row_terms = (seeds[0].to(summed) * kept.to(summed)).sum(-1).double()
+    off = row_terms - (seeds[0].double() * out.detach()).sum(-1)
+    found = torch.autograd.grad(lse, [leaves[name] for name in needs], -off, materialize_grads=True)
     return dict(zip(needs, found, strict=True))
 
 

@@ -1,6 +1,6 @@
 """Random calls: legal ones equal attention in float64 with every gradient, illegal ones raise and name the argument.
 
-Every day 120 legal ones go through a kernel (in the interpreter, where there is no GPU), 2,000 in the slow run;
+Every day 300 legal ones go through a kernel (in the interpreter, where there is no GPU), 2,000 in the slow run;
 `scripts/random_calls.py` runs any number on a GPU, in chunks that can be resumed.
 """
 
@@ -40,7 +40,7 @@ def _in_a_kernel(backend: Served, part: int, cases: int) -> None:
     run()
 
 
-@pytest.mark.parametrize("part", range(5 if HAS_GPU else 4))  # in parts, so that several workers share the work
+@pytest.mark.parametrize("part", range(10))  # in parts, so that several workers share the work
 @pytest.mark.parametrize("backend", KERNELS)
 def test_any_legal_call_is_attention_in_a_kernel(backend: Served, part: int):
     _in_a_kernel(backend, part, 30)
