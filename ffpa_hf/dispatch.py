@@ -344,6 +344,10 @@ def _automatic(
         if backward is not None and strict and _impossible_pair(config, backward, call) is not None:
             continue
         answer = ask(config.name, call, config)
+        if isinstance(answer, Accepted) and call.needs_grad and not _is_quantised(config):
+            if _backward(call, config, backward, strict)[2] is not None:
+                answer = refuse("backward", "fallback", NotImplementedError,
+                                "no backward serves this call behind the {} forward", config.name)  # fmt: skip
         if isinstance(answer, Accepted):
             short = short_sequence(config.name, call) if requested else None
             if short is None:
@@ -390,10 +394,14 @@ def _has_backward(config: Backend | None) -> bool:
     return config is not None and config.name != "cuda"
 
 
+def _is_quantised(config: Backend) -> bool:
+    return isinstance(config, CUDABackend) and config.quantised
+
+
 def _may_pair(forward: Backend, backward: Backend) -> bool:
     if forward.name == "sdpa":
         return backward.name == "sdpa"
-    if isinstance(forward, CUDABackend) and forward.quantised:
+    if _is_quantised(forward):
         return backward.name in ("triton", "cute")
     return backward.name in ("triton", "cute", "sdpa")
 

@@ -237,23 +237,29 @@ def _gradient_errors(
     return {name: ours - true for name, ours, true in zip(needs, plain, exact, strict=True)}
 
 
-def _errors_of_rounded_output(
+def _errors_of_row_terms(
     tensors: dict[str, Tensor], truth_keywords: dict[str, Any], seeds: list[Tensor], needs: tuple[str, ...]
-) -> dict[str, Tensor]:
-    """By name, what the gradients are off if all is exact but the output's rounding to query's dtype, and the row term's.
+) -> list[dict[str, Tensor]]:
+    """By name, what the gradients are off if all is exact but the row term of softmax's gradient.
 
-    Kernels take the row term of softmax's gradient from the output, sum(grad_out * out) (FlashAttention-2, Dao 2023),
-    summed in float32; an error of that term counts as a gradient of the log-sum-exp would. Plain torch has none where a
-    row sees one key: there its own row term is the very number that it is taken from.
+    Kernels take it from the output, sum(grad_out * out) (FlashAttention-2, Dao 2023): from an output that was rounded
+    to query's dtype, and summed in float32 in an order of their own. Plain torch has neither error where a row sees one
+    key. An error of that term counts as a gradient of the log-sum-exp would.
     """
     leaves = {name: tensor.detach().double().requires_grad_(name in needs) for name, tensor in tensors.items()}
     out, lse = truth(**leaves, **truth_keywords)
-    dtype = tensors["query"].dtype
+    dtype, width = tensors["query"].dtype, out.shape[-1]
     kept, summed = out.detach().to(dtype), torch.promote_types(dtype, torch.float32)
-    row_terms = (seeds[0].to(summed) * kept.to(summed)).sum(-1).double()
-    off = row_terms - (seeds[0].double() * out.detach()).sum(-1)
-    found = torch.autograd.grad(lse, [leaves[name] for name in needs], -off, materialize_grads=True)
-    return dict(zip(needs, found, strict=True))
+    exact = (seeds[0].double() * out.detach()).sum(-1)
+    offs = [(seeds[0].double() * kept.double()).sum(-1) - exact]
+    draws = torch.Generator().manual_seed(0)
+    for _ in range(3 if width else 0):
+        order = torch.randperm(width, generator=draws).to(out.device)
+        products = seeds[0].to(summed) * kept.to(summed)
+        offs.append(products[..., order].cumsum(-1)[..., -1].double() - exact)
+    wanted = [leaves[name] for name in needs]
+    found = [torch.autograd.grad(lse, wanted, -off, retain_graph=True, materialize_grads=True) for off in offs]
+    return [dict(zip(needs, grads, strict=True)) for grads in found]
 
 
 def compare(
@@ -301,11 +307,11 @@ def compare(
     def usual_errors() -> list[dict[str, Tensor]]:
         """Of the gradients of plain torch in the dtypes of the call, on these inputs and on neighbours one rounding
         away: where terms cancel, the error is as random as the rounding, and one draw of it may be small by chance.
-        And of gradients from an output that was kept in its dtype, as every kernel keeps it."""
+        And of gradients whose row term comes from an output kept in its dtype, as every kernel's does."""
         given = tensors, truth_keywords or {}, seeds, needs
         draws = torch.Generator(tensors["query"].device).manual_seed(0)  # the test's own draws stay what they were
         errors = [_gradient_errors(*given, shaken) for shaken in (None, draws, draws, draws)]
-        return [*errors, _errors_of_rounded_output(*given)]
+        return [*errors, *_errors_of_row_terms(*given)]
 
     for name, tensor, gradient, exact_gradient in zip(needs, wanted, found, expected, strict=True):
         assert gradient.dtype == tensor.dtype, f"gradient of {name}: {gradient.dtype}"

@@ -99,6 +99,19 @@ def test_the_stand_ins_can_what_the_real_backends_say_they_can(name):
     assert real == CAPABILITIES[name]  # the rows of the documented table
 
 
+@pytest.mark.parametrize("preference", [None, "cuda", "triton"])
+def test_a_forward_without_a_backward_is_no_choice_for_training(monkeypatch, preference):
+    """Where neither kernel backward is to be had, CUDA's forward serves inference, and training goes to SDPA."""
+    for name in ("triton", "cute"):
+        monkeypatch.setitem(dispatch._MODULES, name, (None, "it could not build a kernel"))
+    forget_plans()
+    made = plan(call(needs_grad=True), Route(preference))
+    assert (made.forward, made.backward, made.error) == ("sdpa", "sdpa", None), made
+    assert plan(call(), Route(preference)).forward == "cuda"
+    asked = plan(call(needs_grad=True), explicit("cuda"))
+    assert isinstance(asked.error, NotImplementedError) and "behind the CUDA forward" in str(asked.error)
+
+
 # --- an explicit backend ----------------------------------------------------------------------------------------------
 
 
@@ -584,7 +597,7 @@ def test_config_fields_are_the_documented_ones():
         "TritonBackend": {"autotune": False, "autotune_mode": "fast", "workspace_mb": 1024},
         "CUDABackend": {
             "family": "auto", "acc": "f32", "enable_fp8": False, "enable_fp4": False, "smooth_k": True,
-            "smooth_v": False, "qk": "fp8", "hybrid": None,
+            "smooth_v": False, "fast_accum": False, "qk": "fp8", "hybrid": None,
         },
         "CuTeDSLBackend": {"target": "auto", "workspace_mb": 1024},
     }  # fmt: skip

@@ -233,9 +233,6 @@ def test_a_gpu_is_timed_with_memory_and_both_directions():
     by_key = {(row.provider, row.direction): row for row in rows}
     for row in rows:
         assert row.ms and row.tflops and row.relative_error < 2e-2 and row.peak_gb > 0, row
-    for provider in ("sdpa", "ffpa_hf/triton"):
-        parts = by_key[provider, "fwd"].ms + by_key[provider, "bwd"].ms
-        assert by_key[provider, "fwd+bwd"].ms == pytest.approx(parts, rel=0.5)
     assert by_key["ffpa_hf/triton", "fwd"].note == "triton / triton"
 
 

@@ -619,7 +619,7 @@ def test_a_reference_that_must_move_keeps_every_key(device, is_causal, wide, mon
         def __getitem__(self, grid):
             def launch_product(*args, **kwargs):
                 moves.append(next(arg for arg in args if getattr(arg, "dtype", None) == torch.int32)[:, 0].max().item())
-                return product[grid](*args, **kwargs)
+                product[grid](*args, **kwargs)  # gives no compiled kernel that could be started past us
 
             return launch_product
 

@@ -54,8 +54,11 @@ def launches(monkeypatch):
             self.name, self.kernel = name, getattr(launch, name)
 
         def __getitem__(self, grid):
-            seen.append(self.name)
-            return self.kernel[grid]
+            def start(*args, **kwargs):  # gives no compiled kernel, so that none is kept and started past us
+                seen.append(self.name)
+                self.kernel[grid](*args, **kwargs)
+
+            return start
 
     for name in ("attention_forward", "forward_scores", "decode_split", "decode_combine"):
         monkeypatch.setattr(launch, name, Watched(name))
@@ -199,7 +202,7 @@ def test_a_window_is_divided_over_all_splits_and_nothing_else_is_read(device, mo
         def __getitem__(self, grid):
             def launch_combine(partial, partial_stats, *args, **kwargs):
                 sums.append(partial_stats[1].clone())
-                return combine[grid](partial, partial_stats, *args, **kwargs)
+                combine[grid](partial, partial_stats, *args, **kwargs)
 
             return launch_combine
 
