@@ -29,6 +29,8 @@ DECODE_LENGTH = 8
 SMALL_HEAD_DIM = 256
 
 KERNELS = ("cute", "triton", "cuda")
+#: Up to this head dim, and from this many queries and keys on, auto asks CUDA before Triton on Hopper.
+_CUDAS_HEAD_DIM, _CUDAS_LENGTH = 384, 1024
 _DEFAULT_CONFIG: dict[str, Backend] = {
     "sdpa": SDPABackend(),
     "triton": TritonBackend(),
@@ -344,7 +346,8 @@ def _automatic(
         if backward is not None and strict and _impossible_pair(config, backward, call) is not None:
             continue
         answer = ask(config.name, call, config)
-        if isinstance(answer, Accepted) and call.needs_grad and not _is_quantised(config):
+        if isinstance(answer, Accepted) and isinstance(config, CUDABackend) and not config.quantised:
+            # Asked with or without a gradient, so that a checkpoint's two forwards are one and the same.
             if _backward(call, config, backward, strict)[2] is not None:
                 answer = refuse("backward", "fallback", NotImplementedError,
                                 "no backward serves this call behind the {} forward", config.name)  # fmt: skip
@@ -369,6 +372,8 @@ def _auto_order(call: AttentionCall) -> tuple[tuple[str, str], ...]:
             return tuple((name, "the only kind of kernel here") for name in KERNELS)
         return (("sdpa", "no kernel for tensors on " + call.device_type),)
     names = KERNELS if call.capability is not None and call.capability[0] == 9 else ("triton", "cute", "cuda")
+    if _is_cudas_own(call):
+        names = ("cute", "cuda", "triton")
     if call.sdpa_expresses() is not None:
         why = "F.sdpa cannot express the call"
     elif call.has_bias:
@@ -385,6 +390,14 @@ def _auto_order(call: AttentionCall) -> tuple[tuple[str, str], ...]:
         if call.mask_kind == "intervals":
             why = "kernels skip what no row sees, and SDPA would need a dense mask"
     return tuple((name, why) for name in names) + (("sdpa", "no kernel serves this call"),)
+
+
+def _is_cudas_own(call: AttentionCall) -> bool:
+    """Whether CUDA's forward was the fastest on Hopper: 736 TFLOP/s at head dim 320 and 545 at 384 where Triton's made
+    474 and 504 (benchmarks/results, 2026-12-01, cuda-tiles and kernels). Both have Triton's backward."""
+    plain = call.mask_kind == "none" and not call.has_bias and call.dropout_p == 0.0
+    long = call.q_len >= _CUDAS_LENGTH and call.kv_len >= _CUDAS_LENGTH
+    return plain and long and SMALL_HEAD_DIM < call.head_dim <= _CUDAS_HEAD_DIM and call.capability == (9, 0)
 
 
 # --- backward ---------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -243,8 +244,9 @@ def _errors_of_row_terms(
     """By name, what the gradients are off if all is exact but the row term of softmax's gradient.
 
     Kernels take it from the output, sum(grad_out * out) (FlashAttention-2, Dao 2023): from an output that was rounded
-    to query's dtype, and summed in float32 in an order of their own. Plain torch has neither error where a row sees one
-    key. An error of that term counts as a gradient of the log-sum-exp would.
+    to query's dtype, and summed in float32 in an order of their own. Where a row sees one key, the gradient of its
+    score is the difference of two such sums, which plain torch, that has one of them, knows to be nothing. An error of
+    the term counts as a gradient of the log-sum-exp would.
     """
     leaves = {name: tensor.detach().double().requires_grad_(name in needs) for name, tensor in tensors.items()}
     out, lse = truth(**leaves, **truth_keywords)
@@ -253,10 +255,10 @@ def _errors_of_row_terms(
     exact = (seeds[0].double() * out.detach()).sum(-1)
     offs = [(seeds[0].double() * kept.double()).sum(-1) - exact]
     draws = torch.Generator().manual_seed(0)
-    for _ in range(3 if width else 0):
-        order = torch.randperm(width, generator=draws).to(out.device)
-        products = seeds[0].to(summed) * kept.to(summed)
-        offs.append(products[..., order].cumsum(-1)[..., -1].double() - exact)
+    products = seeds[0].to(summed) * kept.to(summed)
+    orders = [torch.randperm(width, generator=draws).to(out.device) for _ in range(4 if width else 0)]
+    sums = [products[..., order].cumsum(-1)[..., -1].double() for order in orders]
+    offs += [one - exact for one in sums] + [one - other for one, other in itertools.combinations(sums, 2)]
     wanted = [leaves[name] for name in needs]
     found = [torch.autograd.grad(lse, wanted, -off, retain_graph=True, materialize_grads=True) for off in offs]
     return [dict(zip(needs, grads, strict=True)) for grads in found]

@@ -99,15 +99,31 @@ def test_the_stand_ins_can_what_the_real_backends_say_they_can(name):
     assert real == CAPABILITIES[name]  # the rows of the documented table
 
 
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_cuda_comes_first_where_its_forward_was_the_fastest(monkeypatch, needs_grad):
+    monkeypatch.setitem(dispatch._MODULES, "cute", (None, "not here"))
+    forget_plans()
+    for head_dim, first in ((256, "sdpa"), (264, "cuda"), (320, "cuda"), (384, "cuda"), (392, "triton")):
+        for causal in (False, True):
+            made = plan(call(head_dim=head_dim, is_causal=causal, needs_grad=needs_grad))
+            assert made.forward == first, made
+            assert made.backward == ("sdpa" if first == "sdpa" else "triton")
+    for other in (
+        {"q_len": 1023}, {"kv_len": 512}, {"mask_kind": "intervals"}, {"mask_kind": "bool"}, {"dropout_p": 0.1},
+        {"capability": (8, 0)}, {"capability": (10, 0)},
+    ):  # fmt: skip
+        assert plan(call(head_dim=320, needs_grad=needs_grad, **other)).forward == "triton", other
+
+
 @pytest.mark.parametrize("preference", [None, "cuda", "triton"])
 def test_a_forward_without_a_backward_is_no_choice_for_training(monkeypatch, preference):
-    """Where neither kernel backward is to be had, CUDA's forward serves inference, and training goes to SDPA."""
+    """Where no kernel's backward is to be had, SDPA serves, with a gradient or without: a checkpoint asks for both."""
     for name in ("triton", "cute"):
         monkeypatch.setitem(dispatch._MODULES, name, (None, "it could not build a kernel"))
     forget_plans()
-    made = plan(call(needs_grad=True), Route(preference))
-    assert (made.forward, made.backward, made.error) == ("sdpa", "sdpa", None), made
-    assert plan(call(), Route(preference)).forward == "cuda"
+    for needs_grad in (False, True):
+        made = plan(call(needs_grad=needs_grad), Route(preference))
+        assert (made.forward, made.backward, made.error) == ("sdpa", "sdpa", None), made
     asked = plan(call(needs_grad=True), explicit("cuda"))
     assert isinstance(asked.error, NotImplementedError) and "behind the CUDA forward" in str(asked.error)
 
