@@ -153,7 +153,8 @@ def ffpa_attention_forward(
             the layer is causal, top-left aligned, exactly where it is under "sdpa".
         scaling: factor of the scores; None means 1 / sqrt(D).
         sliding_window: already part of the mask; used where none was built.
-        softcap, s_aux or sinks `[Hq]`, position_bias `[B or 1, Hq, Q, K]`: honoured, the last two with gradients.
+        softcap, s_aux or sinks `[Hq]` or, for each query, `[B or 1, Hq, Q, 1]`, position_bias `[B or 1, Hq, Q, K]`:
+            honoured, the last two with gradients.
         indices `[B, Q, k]`, block_indices `[B, groups, Q, k]`: the keys, or blocks of keys, that a row may see at all.
         cu_seq_lens_q, cu_seq_lens_k: int32 `[documents + 1]`, documents packed into a batch of one; no document sees
             another.
@@ -184,6 +185,8 @@ def ffpa_attention_forward(
         mask.select(_chosen_blocks(module, block_indices, query.shape[1], key.shape[2]))
     if position_bias is not None:
         mask.add(position_bias, query.dtype)
+    sinks = s_aux if s_aux is not None else sinks
+    each_query = sinks is not None and sinks.dim() == 4 and tuple(sinks.shape[1:]) == (*query.shape[1:3], 1)
     out = attend(
         query,
         key,
@@ -194,10 +197,14 @@ def ffpa_attention_forward(
         scale=scaling,
         enable_gqa=query.shape[1] != key.shape[1],
         softcap=softcap,
-        sinks=_sinks(s_aux if s_aux is not None else sinks, query.shape[1]),
+        sinks=None if each_query else _sinks(sinks, query.shape[1]),
+        return_lse=each_query,
         route=getattr(module, "_ffpa_route", _AUTO),
         site=module,
     )
+    if each_query:  # a sink takes its share of what the keys would have had: exp(lse) / (exp(lse) + exp(sink))
+        out, lse = out
+        out = out * torch.sigmoid(lse[..., None] - sinks).to(out.dtype)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -373,8 +380,8 @@ def _sinks(sinks: Tensor | None, heads: int) -> Tensor | None:
         return sinks
     if sinks.numel() != heads:
         raise NotImplementedError(
-            f'sinks of shape {tuple(sinks.shape)}: "ffpa" takes one logit per query head, [{heads}]; '
-            'use attn_implementation="eager".'
+            f'sinks of shape {tuple(sinks.shape)}: "ffpa" takes one logit per query head, [{heads}], or one per query '
+            f'and head, [B or 1, {heads}, Q, 1]; use attn_implementation="eager".'
         )
     return sinks.reshape(-1)
 

@@ -46,7 +46,8 @@ def expected(query, key, value, keep=None, scale=None, bias=None, softcap=None, 
     scores = scores if bias is None else scores + bias
     scores = scores if keep is None else scores.masked_fill(~keep, float("-inf"))
     if sinks is not None:
-        scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
+        sinks = sinks.view(1, -1, 1, 1) if sinks.dim() == 1 else sinks
+        scores = torch.cat([scores, sinks.expand(*scores.shape[:3], 1)], -1)
     weights = scores.softmax(-1).nan_to_num()[..., : key.shape[2]]
     return (weights @ value).transpose(1, 2)
 
@@ -173,9 +174,54 @@ def test_sinks_and_softcap_are_honoured_with_gradients(name):
     torch.testing.assert_close(grad, torch.autograd.grad(wanted.square().sum(), sinks)[0])
 
 
-def test_sinks_of_each_token_are_refused():
+@pytest.mark.parametrize("batch", [1, 2])
+def test_sinks_of_each_query_are_honoured_with_gradients(batch):
+    q, k, v = (tensor.requires_grad_() for tensor in tensors())
+    sinks = torch.randn(batch, 4, 6, 1, requires_grad=True)
+    out = attention(q, k, v, causal_mask(), softcap=2.0, sinks=sinks)
+    wanted = expected(q, k, v, lower(), softcap=2.0, sinks=sinks)
+    torch.testing.assert_close(out, wanted)
+    weights = torch.randn_like(out)
+    for given, right in zip(
+        torch.autograd.grad((out * weights).sum(), (q, k, v, sinks)),
+        torch.autograd.grad((wanted * weights).sum(), (q, k, v, sinks)),
+        strict=True,
+    ):
+        torch.testing.assert_close(given, right)
+
+
+def test_queries_without_keys_give_zeros_beside_a_sink_of_their_own():
+    q, k, v = tensors()
+    nothing = torch.zeros(2, 1, 6, 6, dtype=torch.bool)
+    assert not attention(q, k, v, nothing, sinks=torch.randn(2, 4, 6, 1)).any()
+
+
+def test_sinks_of_other_shapes_are_refused():
     with pytest.raises(NotImplementedError, match="one logit per query head"):
-        attention(*tensors(), causal_mask(), sinks=torch.randn(2, 4, 6, 1))
+        attention(*tensors(), causal_mask(), sinks=torch.randn(2, 4, 5, 1))
+
+
+def test_a_model_whose_sinks_differ_from_query_to_query_equals_eager():
+    inkling = pytest.importorskip("transformers.models.inkling2", reason="newer than this transformers")
+    config = inkling.Inkling2TextConfig(
+        vocab_size=64, unpadded_vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, swa_num_attention_heads=4, swa_num_key_value_heads=2, swa_head_dim=16,
+        sliding_window_size=5, rel_extent=5, moe_intermediate_size=16, n_routed_experts=4, num_experts_per_tok=2,
+        eos_token_id=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = inkling.Inkling2ForCausalLM(config).eval()
+    tokens = torch.randint(3, 64, (2, 12))
+    found = {}
+    for name in ("eager", "ffpa"):
+        model.set_attn_implementation(name)
+        model.zero_grad()
+        logits = model(input_ids=tokens, use_cache=False).logits
+        logits.float().square().mean().backward()
+        found[name] = [logits.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+    assert len(found["ffpa"]) == len(found["eager"]) > 10
+    for given, right in zip(found["ffpa"], found["eager"], strict=True):
+        torch.testing.assert_close(given, right, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("form", ["intervals", "bool", "additive"])
