@@ -204,13 +204,13 @@ def _join_streams_fake(streams: list[Tensor], *_: Any) -> Tensor:
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     *call, _, backward = inputs
     _keep(ctx, output, call[: len(_TENSOR_FIELDS)], call[len(_TENSOR_FIELDS) :], backward)
+    ctx.mark_non_differentiable(output[2])
 
 
 def _keep(ctx: Any, output: tuple[Tensor, Tensor, Tensor], tensors: Sequence[Any], scalars: Any, backward: str) -> None:
     ctx.save_for_backward(*output, *tensors)
     ctx.scalars = tuple(scalars)
     ctx.backward_config = backward
-    ctx.mark_non_differentiable(output[2])
     ctx.set_materialize_grads(False)
 
 
@@ -296,22 +296,27 @@ def _unwatched(tensors: Iterable[Tensor | None]) -> bool:
 
 class flash_attn_forward(torch.autograd.Function):  # noqa: N801 - graph nodes are named as the operator's
     """The operator and its autograd without the dispatcher around them; of tensors, autograd sees those that may have
-    a gradient: each argument it looks at takes its time."""
+    a gradient, and of results those that pass one on: each that it looks at takes its time."""
 
     @staticmethod
-    def forward(
-        ctx: Any, inputs: AttentionInputs, tensors: tuple[Any, ...], forward: Backend, backward: str, *_: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """(out, lse, row_stats) of the operator. tensors: those of `inputs`; last, `_DIFFERENTIABLE` ones."""
-        scalars = inputs.scale, inputs.is_causal, inputs.dropout_p, inputs.softcap
+    def forward(ctx: Any, call: tuple[Any, ...], *_: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(out, lse) of the operator. call: the inputs, their tensors, the forward and the backward's name; last, the
+        `_DIFFERENTIABLE` tensors, without those at the end that the call has not."""
+        inputs, tensors, forward, backward = call
         output = _run(inputs, forward)
-        _keep(ctx, output, tensors, scalars, backward)
-        return output
+        _keep(ctx, output, tensors, (inputs.scale, inputs.is_causal, inputs.dropout_p, inputs.softcap), backward)
+        return output[:2]
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: Any) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
         """A gradient for each argument."""
-        return None, None, None, None, *_asked_gradients(ctx, grad_out, grad_lse, list(ctx.needs_input_grad[4:]))
+        seen = list(ctx.needs_input_grad[1:])
+        needs = seen + [False] * (len(_DIFFERENTIABLE) - len(seen))
+        return None, *_asked_gradients(ctx, grad_out, grad_lse, needs)[: len(seen)]
+
+
+#: `flash_attn_forward.apply` without its search for wrappers that a functorch transform left behind.
+_apply = super(torch.autograd.Function, flash_attn_forward).apply
 
 
 def flash_attn(
@@ -329,8 +334,10 @@ def flash_attn(
         if not needs_grad:
             return _run(inputs, forward)[:2]
         written = "" if backward is None else _encoded(backward)
-        seen = inputs.query, inputs.key, inputs.value, inputs.bias, inputs.sinks
-        return flash_attn_forward.apply(inputs, tensors, forward, written, *seen)[:2]
+        seen: tuple[Tensor | None, ...] = inputs.query, inputs.key, inputs.value
+        if inputs.bias is not None or inputs.sinks is not None:
+            seen = *seen, inputs.bias, inputs.sinks
+        return _apply((inputs, tensors, forward, written), *seen)
     scalars = (inputs.scale, inputs.is_causal, inputs.dropout_p, inputs.softcap)
     # Not from the memory of `_encoded`: torch.compile warns of caches.
     arguments = (*tensors, *scalars, encode(forward), "" if backward is None else encode(backward))
