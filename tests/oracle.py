@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import itertools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -244,21 +243,19 @@ def _errors_of_row_terms(
     """By name, what the gradients are off if all is exact but the row term of softmax's gradient.
 
     Kernels take it from the output, sum(grad_out * out) (FlashAttention-2, Dao 2023): from an output that was rounded
-    to query's dtype, and summed in float32 in an order of their own. Where a row sees one key, the gradient of its
-    score is the difference of two such sums, which plain torch, that has one of them, knows to be nothing. An error of
-    the term counts as a gradient of the log-sum-exp would.
+    to query's dtype, and summed in float32, which loses about a rounding of the sum of magnitudes. Where a row sees one
+    key, the gradient of its score is the difference of two such sums, which plain torch, that has one of them, knows to
+    be nothing. An error of the term counts as a gradient of the log-sum-exp would.
     """
     leaves = {name: tensor.detach().double().requires_grad_(name in needs) for name, tensor in tensors.items()}
     out, lse = truth(**leaves, **truth_keywords)
-    dtype, width = tensors["query"].dtype, out.shape[-1]
+    dtype = tensors["query"].dtype
     kept, summed = out.detach().to(dtype), torch.promote_types(dtype, torch.float32)
     exact = (seeds[0].double() * out.detach()).sum(-1)
-    offs = [(seeds[0].double() * kept.double()).sum(-1) - exact]
-    draws = torch.Generator().manual_seed(0)
-    products = seeds[0].to(summed) * kept.to(summed)
-    orders = [torch.randperm(width, generator=draws).to(out.device) for _ in range(4 if width else 0)]
-    sums = [products[..., order].cumsum(-1)[..., -1].double() for order in orders]
-    offs += [one - exact for one in sums] + [one - other for one, other in itertools.combinations(sums, 2)]
+    terms = seeds[0].double() * kept.double()
+    rounded = terms.sum(-1) - exact
+    signs = torch.randint(0, 2, rounded.shape, generator=torch.Generator().manual_seed(0)).to(rounded) * 2 - 1
+    offs = rounded, rounded + signs * torch.finfo(summed).eps * terms.abs().sum(-1)
     wanted = [leaves[name] for name in needs]
     found = [torch.autograd.grad(lse, wanted, -off, retain_graph=True, materialize_grads=True) for off in offs]
     return [dict(zip(needs, grads, strict=True)) for grads in found]
