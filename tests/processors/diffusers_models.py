@@ -558,7 +558,7 @@ def vae_hunyuan_video() -> tuple[Any, dict[str, Any]]:
         latent_channels=4,
         block_out_channels=(8, 8, 8, 8),
         layers_per_block=1,
-        norm_num_groups=4,
+        norm_num_groups=1,  # groups of two channels would blow rounding up to 1e-5 of the result
     )
     return model, {"sample": torch.randn(1, 3, 5, 16, 16)}
 

@@ -661,18 +661,25 @@ def test_frame_causal_autoencoders_make_no_square_mask(name, served):
 
 
 def test_frame_causal_gradients(served):
+    """As near to the gradients in float64 as the default processors': rounding grows on the way through this model."""
     model, inputs = make("vae_hunyuan_video")
     model.train()
-    gradients = []
-    for on in (False, True):
-        if on:
-            ffpa_hf.enable(model)
-            model.enable_gradient_checkpointing()
+
+    def gradients(model: Any, inputs: dict[str, Any]) -> list[torch.Tensor]:
         model.zero_grad()
         tiny.run(model, inputs).square().sum().backward()
-        gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+        return [p.grad.double().clone() for p in model.parameters() if p.grad is not None]
+
+    def off(found: list[torch.Tensor]) -> float:
+        pairs = zip(found, exact, strict=True)
+        return max((a - b).abs().max().item() / max(1, b.abs().max().item()) for a, b in pairs)
+
+    exact = gradients(copy.deepcopy(model).double(), {name: tensor.double() for name, tensor in inputs.items()})
+    default = off(gradients(model, inputs))
+    ffpa_hf.enable(model)
+    model.enable_gradient_checkpointing()
+    assert off(gradients(model, inputs)) <= TOLERANCE + 2 * default < 1e-3
     assert kinds(served) == {"intervals"}
-    assert all((a - b).abs().max() <= TOLERANCE * max(1, a.abs().max().item()) for a, b in zip(*gradients, strict=True))
 
 
 def test_an_interval_mask_that_no_native_processor_takes_becomes_dense(served, monkeypatch):
