@@ -53,6 +53,8 @@ class Route:
     strict: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.strict, bool):
+            raise TypeError(f"strict must be True or False, not {self.strict!r:.60} ({type(self.strict).__name__}).")
         for name in ("backend", "forward_backend", "backward_backend"):
             object.__setattr__(self, name, resolve_backend(getattr(self, name), name))
         if isinstance(self.backward_backend, CUDABackend):

@@ -24,7 +24,7 @@ from ffpa_hf.dispatch import FallbackWarning, Plan, Route, decide, give_up, plan
 from ffpa_hf.kernels.building import is_build_failure
 from ffpa_hf.kernels.common import AttentionInputs
 from ffpa_hf.kernels.sdpa import run as sdpa
-from ffpa_hf.masks import CanonicalMask, RowIntervals, canonical_mask
+from ffpa_hf.masks import CanonicalMask, RowIntervals, canonical_mask, require_window
 from ffpa_hf.report import record
 
 if TYPE_CHECKING:
@@ -169,8 +169,9 @@ def ffpa_attn_varlen_func(
             f"cu_seqlens_q holds {cu_seqlens_q.shape[0] - 1} sequences and cu_seqlens_k {cu_seqlens_k.shape[0] - 1}; "
             "each sequence needs an entry in both."
         )
-    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
-        raise ValueError(f"window_size={window_size!r} is not allowed; use (left, right), where -1 is unbounded.")
+    require_window("window_size", window_size)
+    if type(causal) is not bool:
+        raise TypeError(f"causal must be True or False, not {causal!r:.60} ({type(causal).__name__}).")
     if cu_seqlens_q.shape[0] == 1:
         intervals = RowIntervals.full(q.shape[0], 0, q.device)
     else:

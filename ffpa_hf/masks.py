@@ -139,6 +139,7 @@ class RowIntervals:
         defines them. Rows after the last document see nothing.
         """
         _require_lengths("packed", q_len=q_len)
+        require_window("RowIntervals.packed: window", window)
         for name, offsets in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
             if not isinstance(offsets, Tensor) or offsets.dim() != 1:
                 given = tuple(offsets.shape) if isinstance(offsets, Tensor) else type(offsets).__name__
@@ -258,6 +259,14 @@ def _require_lengths(builder: str, **lengths: Any) -> None:
         whole = isinstance(length, (int, torch.SymInt)) and not isinstance(length, bool)
         if not whole or (isinstance(length, int) and length < 0):
             raise ValueError(f"RowIntervals.{builder}: {name}={length!r} is not allowed; use a whole number from 0.")
+
+
+def require_window(name: str, window: Any) -> None:
+    """Raise ValueError where a window is no pair of whole numbers; symbolic ones of torch.compile pass."""
+    if isinstance(window, (tuple, list)) and len(window) == 2:
+        if all(isinstance(side, (int, torch.SymInt)) and not isinstance(side, bool) for side in window):
+            return
+    raise ValueError(f"{name}={window!r} is not allowed; use (left, right), two whole numbers, where -1 is unbounded.")
 
 
 def _first_and_last(row: Tensor, low: Tensor, high: Tensor, block: Tensor, q_len: int) -> tuple[Tensor, Tensor]:

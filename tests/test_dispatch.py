@@ -659,6 +659,14 @@ def test_a_config_of_nonsense_raises_where_it_is_made(make):
         make()
 
 
+@pytest.mark.parametrize("strict", ["no", 1, None])
+def test_strict_is_a_switch_wherever_it_is_given(strict):
+    with pytest.raises(TypeError, match="strict must be True or False, not "):
+        ffpa_hf.FFPAAttnProcessor(strict=strict)
+    with pytest.raises(TypeError, match="strict must be True or False, not "):
+        ffpa_hf.enable(torch.nn.Identity(), strict=strict)
+
+
 # --- real calls -------------------------------------------------------------------------------------------------------
 
 

@@ -470,3 +470,10 @@ def test_packed_rows_are_a_whole_number_from_zero_on():
     offsets = torch.tensor([0, 2])
     with pytest.raises(ValueError, match="RowIntervals.packed: q_len=-2 is not allowed"):
         RowIntervals.packed(offsets, offsets, -2)
+
+
+@pytest.mark.parametrize("window", [3, (1,), (1.5, 1), (True, 1), None])
+def test_a_window_is_two_whole_numbers(window):
+    offsets = torch.tensor([0, 2])
+    with pytest.raises(ValueError, match="RowIntervals.packed: window=.* is not allowed; use .left, right."):
+        RowIntervals.packed(offsets, offsets, 2, window=window)

@@ -205,6 +205,8 @@ def test_one_sequence_is_plain_attention():
         ({"cu_seqlens_k": torch.zeros(3, dtype=torch.int32, device="meta")}, ValueError, "cu_seqlens_k must .* be on"),
         ({"cu_seqlens_k": torch.zeros(4, dtype=torch.int32)}, ValueError, "holds 2 sequences and cu_seqlens_k 3"),
         ({"window_size": 3}, ValueError, r"window_size=3 is not allowed; use \(left, right\)"),
+        ({"window_size": (1.5, 1)}, ValueError, r"window_size=\(1.5, 1\) is not allowed; .*whole numbers"),
+        ({"causal": 1}, TypeError, "causal must be True or False, not 1"),
     ],
 )
 def test_packs_that_make_no_sense_raise(changes, error, text):
