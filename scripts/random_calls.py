@@ -1,6 +1,6 @@
 """Random legal calls on every kernel backend of a GPU, in chunks that can be resumed; the seeds are recorded.
 
-    python scripts/random_calls.py --cases 20000 --output benchmarks/results/random-calls.json
+    python scripts/random_calls.py --cases 20000 --workers 16 --output benchmarks/results/random-calls.json
 
 A chunk is one backend, one dtype and one seed. Chunks that the output file holds for the same kernel sources are left
 out, so the command can be given again until all are done. Exit code 1: a call was answered wrongly; 2: chunks are left.
@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import sys
 import time
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,7 @@ import conftest  # noqa: E402, F401 - turns the interpreter on where there is no
 import torch  # noqa: E402
 from hypothesis import HealthCheck, Phase, given, seed, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
-from oracle import DEVICE, HAS_GPU, Served  # noqa: E402
+from oracle import HAS_GPU, Served  # noqa: E402
 from random_calls import check, legal_calls  # noqa: E402
 
 from ffpa_hf.kernels import qualification  # noqa: E402
@@ -31,7 +34,10 @@ from ffpa_hf.kernels.tuning import store  # noqa: E402
 WIDTHS = (64, 72, 128, 256, 320, 512) if HAS_GPU else (64, 72)
 
 
-def chunks(cases: int, size: int) -> list[tuple[str, str, int]]:
+Chunk = tuple[str, str, int]  # backend, dtype, seed
+
+
+def chunks(cases: int, size: int) -> list[Chunk]:
     """(backend, dtype, seed) of every chunk: the backends and dtypes by turns."""
     kinds = [(name, dtype) for dtype in ("bfloat16", "float16") for name in ("triton", "cuda")]
     if not HAS_GPU:
@@ -61,9 +67,35 @@ def run_chunk(name: str, dtype: str, number: int, cases: int) -> dict[str, Any]:
     failures = []
     try:
         run()
+        if HAS_GPU:
+            torch.cuda.synchronize()
     except Exception as fault:  # of any kind: it is what we look for
         failures.append(f"{type(fault).__name__}: {str(fault)[:500]}")
     return {"backend": name, "dtype": dtype, "seed": number, "cases": done, "failures": failures}
+
+
+def finished(left: list[Chunk], size: int, end: float, workers: int) -> Iterator[dict[str, Any]]:
+    """The rows of chunks as they come; takes from `left` what was begun, which is nothing after `end`. Several workers
+    are processes of their own on one GPU, since most of a small call is the host's and the truth's time."""
+    if workers == 1:
+        while left and time.monotonic() < end:
+            yield run_chunk(*left.pop(0), size)
+        return
+    spawn = multiprocessing.get_context("spawn")  # a CUDA context does not survive a fork
+    with ProcessPoolExecutor(workers, spawn, torch.set_num_threads, (1,)) as pool:
+        running = {}
+        while running or left and time.monotonic() < end:
+            while left and len(running) < workers and time.monotonic() < end:
+                chunk = left.pop(0)
+                running[pool.submit(run_chunk, *chunk, size)] = chunk
+            for done in wait(running, return_when=FIRST_COMPLETED).done:
+                name, dtype, number = running.pop(done)
+                problem = done.exception()
+                if problem:  # a process died, and the pool with it: what ran beside it is to be run again, too
+                    end = 0.0
+                    yield {"backend": name, "dtype": dtype, "seed": number, "cases": 0, "failures": [repr(problem)]}
+                else:
+                    yield done.result()
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -71,6 +103,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=20_000)
     parser.add_argument("--chunk", type=int, default=200, help="calls of one seed")
+    parser.add_argument("--workers", type=int, default=1, help="processes that share the GPU")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no chunk after this time")
     parser.add_argument("--output", type=Path, required=True, help="results file, read first where it exists")
     given_ = parser.parse_args(arguments)
@@ -91,14 +124,11 @@ def main(arguments: list[str] | None = None) -> int:
     end = time.monotonic() + given_.seconds
     left = [chunk for chunk in chunks(given_.cases, given_.chunk) if chunk not in known]
     print(f"{head['device']}: {len(left)} chunks of {given_.chunk} calls to run, {len(known)} known")
-    while left and time.monotonic() < end:
-        row = run_chunk(*left.pop(0), given_.chunk)
+    for row in finished(left, given_.chunk, end, given_.workers):
         rows.append(row)
         if row["failures"]:
             print(f"{row['backend']} {row['dtype']} seed {row['seed']}: {row['failures'][0]}")
         store.write_json(given_.output, {**head, "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "rows": rows})
-        if DEVICE.type == "cuda":
-            torch.cuda.synchronize()
     failed = sum(bool(row["failures"]) for row in rows)
     print(f"{sum(row['cases'] for row in rows)} calls right, {failed} chunks with a fault, {len(left)} chunks left")
     return 1 if failed else 2 if left else 0

@@ -129,11 +129,16 @@ def test_the_sanitized_calls_run():
     assert done.returncode == 0 and "12 calls done" in done.stdout, done.stdout + done.stderr
 
 
-def test_random_calls_are_resumed_where_they_stopped(tmp_path, monkeypatch, capsys):
-    for name in ("random_calls",):  # of the same name as the strategies
-        spec = importlib.util.spec_from_file_location("run_random_calls", ROOT / "scripts" / f"{name}.py")
+def random_calls_script():
+    """The script, which has the name of the strategies."""
+    spec = importlib.util.spec_from_file_location("run_random_calls", ROOT / "scripts" / "random_calls.py")
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
+    return script
+
+
+def test_random_calls_are_resumed_where_they_stopped(tmp_path, monkeypatch, capsys):
+    script = random_calls_script()
     ran = []
 
     def run_chunk(backend, dtype, seed, cases):
@@ -149,3 +154,28 @@ def test_random_calls_are_resumed_where_they_stopped(tmp_path, monkeypatch, caps
     assert script.main(arguments) == 0 and ran == [0, 1, 2, 3, 2]  # the chunk with a fault alone
     assert script.main(arguments) == 0 and len(ran) == 5
     assert "40 calls right, 0 chunks with a fault, 0 chunks left" in capsys.readouterr().out
+
+
+def test_random_calls_of_two_workers_are_those_of_one(tmp_path):
+    rows = []
+    for workers in ("1", "2"):
+        found = tmp_path / f"{workers}.json"
+        sizes = ["--cases", "6", "--chunk", "2", "--workers", workers]
+        done = run("scripts/random_calls.py", *sizes, "--output", str(found))
+        assert done.returncode == 0, done.stdout + done.stderr
+        rows.append(
+            sorted(json.loads(found.read_text())["rows"], key=lambda row: (row["seed"], row["backend"], row["dtype"]))
+        )
+    assert rows[0] == rows[1] and [row["cases"] for row in rows[0]] == [2, 2, 2]
+
+
+def end_the_process(*_):
+    os._exit(1)
+
+
+def test_a_worker_that_dies_is_a_fault_and_what_is_left_is_told(tmp_path, monkeypatch, capsys):
+    script = random_calls_script()
+    monkeypatch.setattr(script, "run_chunk", end_the_process)
+    found = tmp_path / "found.json"
+    assert script.main(["--cases", "40", "--chunk", "10", "--workers", "2", "--output", str(found)]) == 1
+    assert "0 calls right, 2 chunks with a fault, 2 chunks left" in capsys.readouterr().out
