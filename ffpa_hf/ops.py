@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -280,9 +280,10 @@ def _refuse_functional_gradients() -> None:
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None)})
 
 
-def _unwatched(tensors: Iterable[Tensor | None]) -> bool:
+def _unwatched(tensors: Sequence[Tensor | None]) -> bool:
     """Whether an operator call would only pass through the dispatcher: an eager one on plain tensors, with no mode,
-    transform, trace or profiler that would have to see the operator."""
+    transform, trace or profiler that would have to see the operator, and no value that the dispatcher has to write out
+    first (a kernel reads memory, where a lazily negated tensor has the other sign and a lazy zero nothing)."""
     return (
         not torch.compiler.is_compiling()
         and torch._C._len_torch_dispatch_stack() == 0
@@ -291,6 +292,7 @@ def _unwatched(tensors: Iterable[Tensor | None]) -> bool:
         and torch._C._get_tracing_state() is None
         and not torch.autograd.profiler._is_profiler_enabled
         and _PLAIN.issuperset(map(type, tensors))
+        and not any(t is not None and (t.is_neg() or t._is_zerotensor()) for t in tensors)
     )
 
 

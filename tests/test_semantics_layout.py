@@ -204,6 +204,38 @@ def test_small_tensors_of_any_layout_are_read_right(backend: Served, lies):
 
 
 @every_backend
+def test_tensors_whose_sign_is_not_written_yet_are_read_right(backend: Served):
+    given = backend.qkv() | {"sinks": backend.randn(2, dtype=torch.float32), "bias": backend.randn(N, N)}
+
+    def run(bias, **tensors):
+        return backend(**tensors, attn_mask=bias, return_lse=True)
+
+    for name in given:  # each alone: another one must not be what leads the call round
+        tensors = {other: tensor.detach() for other, tensor in given.items()}
+        tensors[name] = torch._neg_view(tensors[name])
+        compare(run, tensors, needs=())
+        compare(run, tensors)
+
+
+@every_backend
+def test_lazy_gradients_are_read_right(backend: Served):
+    tensors = {name: tensor.requires_grad_() for name, tensor in backend.qkv().items()}
+    out, lse = backend(**tensors, return_lse=True)
+    nothing = torch._efficientzerotensor(out.shape, dtype=out.dtype, device=DEVICE)
+    of_out, of_lse = torch.randn_like(out), torch.randn_like(lse)
+    for lazy, written in (
+        ((torch._neg_view(of_out), of_lse), (-of_out, of_lse)),
+        ((of_out, torch._neg_view(of_lse)), (of_out, -of_lse)),
+        ((nothing, of_lse), (torch.zeros_like(out), of_lse)),
+    ):
+        found, expected = (
+            torch.autograd.grad((out, lse), tuple(tensors.values()), seeds, retain_graph=True)
+            for seeds in (lazy, written)
+        )
+        assert all(map(torch.equal, found, expected))
+
+
+@every_backend
 def test_sum_backward_gives_the_right_gradients(backend: Served):
     tensors = {name: tensor.requires_grad_() for name, tensor in backend.qkv().items()}
     exact = {name: tensor.detach().double().requires_grad_() for name, tensor in tensors.items()}
