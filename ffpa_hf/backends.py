@@ -15,6 +15,15 @@ def _one_of(field: str, value: object, allowed: tuple[str, ...], config: object)
         raise ValueError(f"{type(config).__name__}: {field}={value!r} is not allowed; use one of {choices}.")
 
 
+def _switches(config: object, *fields: str, unset: tuple[str, ...] = ()) -> None:
+    """A text would count as true, "no" as well. unset: fields that may be None."""
+    for field in fields + unset:
+        value = getattr(config, field)
+        if not isinstance(value, bool) and not (value is None and field in unset):
+            allowed = "True, False or None" if field in unset else "True or False"
+            raise ValueError(f"{type(config).__name__}: {field}={value!r} is not allowed; use {allowed}.")
+
+
 def _positive(field: str, value: int, config: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{type(config).__name__}: {field}={value!r} is not allowed; use a whole number from 1 up.")
@@ -46,6 +55,7 @@ class TritonBackend:
     kernels: ClassVar[str] = "triton"
 
     def __post_init__(self) -> None:
+        _switches(self, "autotune")
         _one_of("autotune_mode", self.autotune_mode, ("fast", "max"), self)
         _positive("workspace_mb", self.workspace_mb, self)
 
@@ -86,6 +96,7 @@ class CUDABackend:
         _one_of("family", self.family, ("auto", "native", "tma", "cute"), self)
         _one_of("acc", self.acc, ("f32", "f16"), self)
         _one_of("qk", self.qk, ("fp8", "int8"), self)
+        _switches(self, "enable_fp8", "enable_fp4", "smooth_k", "smooth_v", "fast_accum", unset=("hybrid",))
         if self.enable_fp8 and self.enable_fp4:
             raise ValueError("CUDABackend: enable_fp8 and enable_fp4 exclude each other; give one of them.")
 
