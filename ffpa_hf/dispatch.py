@@ -121,7 +121,9 @@ def ask(name: str, call: AttentionCall, config: Backend | None = None, *, backwa
     """A backend's own answer, then the small-head-dim switch, then qualification; in the order of the contract."""
     config = config or _DEFAULT_CONFIG[name]
     module, problem = _MODULES[config.kernels]
-    if module is None:
+    if _given_up and problem is None:
+        problem = _given_up.get((config.kernels, int(call.head_dim)))
+    if problem is not None:
         return refuse("not available", "unqualified", RuntimeError, "the {} backend is off: {}", name, problem)
     answer = module.supports(call, config, backward=backward)
     if isinstance(answer, Refused) and answer.kind != "unqualified":
@@ -182,9 +184,14 @@ _MODULES = {name: _import_backend(name) for name in ("sdpa", *KERNELS, "cuda.fp8
 _FAMILIES = {name: name.replace(".", "-") for name in _MODULES}
 
 
-def give_up(name: str, problem: str) -> None:
-    """Leave a backend out for the rest of this process: its kernels cannot be built here. Plans are made anew."""
-    _MODULES[name] = (None, problem)
+#: Why kernels are not asked again: those of a module for a head dim.
+_given_up: dict[tuple[str, int], str] = {}
+
+
+def give_up(made: Plan, problem: str) -> None:
+    """Leave a plan's forward kernels out at its head dim for the rest of this process: they cannot be built here. Plans
+    are made anew."""
+    _given_up[made.forward_config.kernels, made.call.head_dim] = problem
     tables_changed()
 
 

@@ -261,7 +261,7 @@ def attend(
 
 
 def _leave_out(made: Plan, route: Route | None, error: Exception) -> None:
-    """A kernel could not be built: an explicit request raises, otherwise its backend is left out from now on."""
+    """A kernel could not be built: an explicit request raises, otherwise it is left out from now on."""
     problem = f"{type(error).__name__}: {error}"
     asked = route is not None and route.strict and (route.forward_backend or route.backend) is not None
     if asked:
@@ -270,11 +270,12 @@ def _leave_out(made: Plan, route: Route | None, error: Exception) -> None:
         ) from error
     if not settings.silenced():
         warnings.warn(
-            f"ffpa_hf: the {made.forward} backend could not build a kernel and is left out in this process. {problem}",
+            f"ffpa_hf: the {made.forward} backend could not build a kernel for head dim {made.call.head_dim} and is "
+            f"left out there in this process. {problem}",
             RuntimeWarning,
             stacklevel=4,
         )
-    give_up(made.forward, f"it could not build a kernel ({problem.splitlines()[0][:200]})")
+    give_up(made, f"it could not build a kernel for this head dim ({problem.splitlines()[0][:200]})")
 
 
 _NUMBERS = frozenset({float, int, type(None)})

@@ -39,8 +39,6 @@ def broken_compiler(monkeypatch):
     """Every kernel's compiler fails, and the backends are back afterwards."""
     from ffpa_hf import ops
 
-    before = dict(dispatch._MODULES)
-
     class Broken:
         forward = staticmethod(raising(RuntimeError("ptxas: no such instruction\nline 2"), "triton.compiler.compiler"))
 
@@ -48,7 +46,7 @@ def broken_compiler(monkeypatch):
     monkeypatch.setattr(ops, "_kernel", lambda name: real(name) if name == "sdpa" else Broken)
     with settings.override(default_backend="triton"):  # else auto asks no kernel on a CPU
         yield
-    dispatch._MODULES.update(before)
+    dispatch._given_up.clear()
     dispatch.tables_changed()
 
 
@@ -72,6 +70,32 @@ def test_auto_goes_on_where_a_kernel_cannot_be_built_and_says_so_once(broken_com
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert torch.equal(ffpa_attn_func(query, key, value, is_causal=True), out)
+
+
+def test_a_kernel_that_cannot_be_built_is_left_out_for_its_head_dim_alone(broken_compiler):
+    with pytest.warns(RuntimeWarning, match="could not build a kernel for head dim 320"):
+        ffpa_attn_func(*qkv())
+    assert explain(*qkv()).forward == "sdpa"
+    assert explain(*qkv(width=384)).forward == "triton"
+
+
+@pytest.mark.parametrize("preference", ["cuda", "cuda-fp8"])
+def test_each_kernel_of_a_backend_is_left_out_by_itself(broken_compiler, monkeypatch, preference):
+    from ffpa_hf.dispatch import Route
+    from ffpa_hf.functional import attend
+
+    class Accepting:
+        supports = staticmethod(lambda *_, **__: dispatch.Accepted())
+
+    for name in ("cuda", "cuda.fp8"):
+        monkeypatch.setitem(dispatch._MODULES, name, (Accepting, None))
+    query, key, value = qkv()
+    with pytest.warns(RuntimeWarning, match="could not build a kernel"):
+        out = attend(query, key, value, route=Route(preference))
+    want = torch.nn.functional.scaled_dot_product_attention(query, key, value)
+    assert (out - want).abs().max() < 1e-2
+    other = {"cuda": "cuda-fp8", "cuda-fp8": "cuda"}[preference]
+    assert explain(query, key, value, backend=other).forward == "cuda"
 
 
 def test_an_explicit_request_raises_with_the_compilers_words(broken_compiler, forced):
@@ -98,7 +122,7 @@ def test_no_other_failure_is_taken_for_the_compilers(monkeypatch, error, module)
     monkeypatch.setattr(ops, "_kernel", lambda name: Broken)
     with pytest.raises(type(error)) as raised, settings.override(default_backend="triton"):
         ffpa_attn_func(*qkv())
-    assert raised.value is error and dispatch._MODULES["triton"][0] is not None
+    assert raised.value is error and not dispatch._given_up
 
 
 REAL = """
@@ -176,4 +200,4 @@ def test_out_of_memory_leaves_tensors_and_gradients_as_they_were(monkeypatch, wh
         out = ffpa_attn_func(*leaves, backend="triton")  # and everything works again
         again = torch.autograd.grad(out.sum(), leaves)
     assert all(torch.equal(got, expected) for got, expected in zip(again, want, strict=True))
-    assert dispatch._MODULES["triton"][0] is not None
+    assert not dispatch._given_up
